@@ -91,6 +91,7 @@ from fompi.traces.trace import Trace
 from fompi.tuning.adaptive import Adaptive, bind
 
 if TYPE_CHECKING:
+    from fompi.runtime.report import mark_step
     from fompi.tuning.calibrate import calibrate
 
 __all__ = [
@@ -100,7 +101,7 @@ __all__ = [
     "layouts", "verify", "simulate", "schedule", "staged",
     # running: communicators, bound operations, measurements
     "Communicator", "Mesh", "Pending", "BoundCall", "Stop", "Device", "DeviceArray", "bind", "Executor",
-    "Adaptive", "calibrate", "gather_traces", "timeline",
+    "Adaptive", "calibrate", "mark_step", "gather_traces", "timeline",
     # values
     "Spec", "Shard", "Replicate", "Partial", "Plan", "Machine", "Explanation", "Trace", "Proof",
     # errors and warnings
@@ -147,15 +148,19 @@ _PACKAGES = ("torch", "jax", "parallel", "plans", "model", "traces")
 """Packages with names that the documents use, beside the names of this module."""
 
 
+_LATE = {"calibrate": "fompi.tuning.calibrate", "mark_step": "fompi.runtime.report"}
+"""The modules of names that few programs use."""
+
+
 def __dir__() -> list[str]:
     """The public names and packages. Others are details."""
     return [*__all__, *_PACKAGES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what few programs use at the first use of its name: `calibrate`, and some packages."""
-    if name == "calibrate":
-        return import_module("fompi.tuning.calibrate").calibrate
+    """Import what few programs use at the first use of its name: some functions, and some packages."""
+    if name in _LATE:
+        return getattr(import_module(_LATE[name]), name)
     if name in ("torch", "jax", "parallel"):
         return import_module(f"fompi.{name}")
     raise AttributeError(f"module 'fompi' has no attribute {name!r}")

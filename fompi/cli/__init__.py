@@ -10,6 +10,7 @@
 | `simulate.py`  | `simulate`: the predicted trace of a plan, or a whole model step                           |
 | `explain.py`   | `explain`: every candidate schedule on a machine, and why the best one is the best         |
 | `layout.py`    | `layout`: the best sizes of all kinds of parallelism for a model                           |
+| `trace.py`     | `trace`: the report and the newest calls of a job, of the file that FOMPI_REPORT wrote     |
 | `calibrate.py` | `calibrate`: measures the machine                                                          |
 | `output.py`    | tables, JSON and the progress line                                                         |
 | `picture.py`   | timelines as SVG and PNG files                                                             |

@@ -59,6 +59,9 @@ COMMANDS = {
     ),
     "explain": Command("fompi.cli.explain", "which schedule is the best, and why"),
     "layout": Command("fompi.cli.layout", "the best sizes dp x tp x pp x ep x cp for a model on a machine, on paper"),
+    "trace": Command(
+        "fompi.cli.trace", "the report and the trace of a job: of the file that FOMPI_REPORT=run.json wrote"
+    ),
     "calibrate": Command("fompi.cli.calibrate", "measure the machine, for mpirun: writes JSON", on_ranks=True),
     "try": Command("fompi.bench.trial", "what overlap gains here for a shape of your own", on_ranks=True),
     "slurm": Command("fompi.cli.slurm", "print a job script for Slurm"),

@@ -447,6 +447,8 @@ class DataParallel:
             if self.zero in (1, 2):
                 self._finish_cycle()  # the other ranks wait for these gathers
             raise self._torn
+        if (report := self.comm.engine.report) is not None:
+            report.mark(report.updates)
         return norm
 
     def _agreed_step(self, clip: float | None) -> float:

@@ -11,7 +11,7 @@
 - `needs`, `default_device`: what a plan needs of a device's memory; the device of tensors on the host.
 - `baselines`: the time of the kernels alone and of the messages alone, and the proof of a call.
 - `alignment`: the traces of all ranks on one clock.
-- `report`: what overlap gained in a job (FOMPI_REPORT); `report_text`: the same as text.
+- `report`: what overlap gained in a job (FOMPI_REPORT), and in its `steps`; `report_text`: the same as text.
 
 This room may import `base`, `plans`, `traces`, `model`, `tensors`, `backends`, `mpi`, `native` and `engine`. It must
 not import `schedules` or `planner`: it carries plans out, and does not know how they are written or chosen.

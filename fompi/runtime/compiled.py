@@ -203,11 +203,23 @@ class Compiled:
         return self._x_row_nbytes * sized.starts[self._xs[0].name][-1] if self._xs else 0
 
     def _is_long(self, sized: Sized, i: int) -> bool:
+        shapes = self._shapes(sized, i)
+        moved = sum(p.width * s[0] for p, s in zip(self._reads[i], shapes[0], strict=True) if p.buffer in sized.starts)
+        return moved > LONG_NBYTES or kernels.cost(self._kernel(i), *shapes) > LONG_FLOPS
+
+    def flops(self, sized: Sized) -> int:
+        """The floating-point operations of the products of this rank. Kernels of the user count for none."""
+        products = [] if self.is_opaque else [i for i, lane in enumerate(self.lanes) if lane == ("compute", 0)]
+        return sum(kernels.cost(self._kernel(i), *self._shapes(sized, i)) for i in products)
+
+    def _kernel(self, i: int) -> str:
         op = self.ops[i]
         assert isinstance(op, Compute)
-        shapes = [[_shape(sized, place) for place in places] for places in (self._reads[i], self._writes[i])]
-        moved = sum(p.width * s[0] for p, s in zip(self._reads[i], shapes[0], strict=True) if p.buffer in sized.starts)
-        return moved > LONG_NBYTES or kernels.cost(op.kernel, *shapes) > LONG_FLOPS
+        return op.kernel
+
+    def _shapes(self, sized: Sized, i: int) -> list[list[tuple[int, ...]]]:
+        """Those of what a kernel reads, and of what it writes."""
+        return [[_shape(sized, place) for place in places] for places in (self._reads[i], self._writes[i])]
 
     def named(self, name: str) -> list[str]:
         """The buffers that the user's program means by `name`: of a tensor that the plan cuts, all pieces."""

@@ -2,12 +2,14 @@
 
 FOMPI_REPORT=1 prints a table of a screen, once, at the end of the job (`fompi.runtime.report_text`). FOMPI_REPORT=short
 prints three lines, FOMPI_REPORT=full all operations, with a line for each rank. FOMPI_REPORT=FILE.json writes all
-figures to a file.
+figures to a file, with a trace of the newest calls (`fompi trace FILE.json`).
 
 1. Every rank notes each call that finishes (`Report.note`).
 2. When a communicator is closed, or the program ends, its ranks measure the baselines of each operation
    (`Report.settle`): the time of its kernels alone, and of its messages alone.
 3. After a clean end, rank 0 gathers the notes of all ranks (`Report.finish`).
+
+`mark_step` tells it where a step of the program ends: it then says, too, what a step of the program takes.
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from fompi.backends.base import Backend
-from fompi.base.errors import OverlapWarning
+from fompi.base.errors import ArgumentError, OverlapWarning
 from fompi.base.layout import Extents
 from fompi.base.log import log
 from fompi.engine.communicator import Communicator
@@ -37,10 +40,13 @@ from fompi.mpi.link import finalized
 from fompi.mpi.transport import gather_at_exit, library, world
 from fompi.plans.meaning import ROOTED
 from fompi.plans.plan import Plan
+from fompi.runtime.alignment import read_clocks
 from fompi.runtime.baselines import compute_alone, messages_alone
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.program import Run
 from fompi.runtime.report_text import full_text, overlap_warnings, short_text, text
+from fompi.runtime.steps import Steps
+from fompi.traces import clocks
 from fompi.traces.proof import (
     NOT_OVERLAPPING,
     Proof,
@@ -49,7 +55,7 @@ from fompi.traces.proof import (
     prove,
     total,
 )
-from fompi.traces.trace import Interval, Trace
+from fompi.traces.trace import Interval, Trace, merge
 
 MOST_OPERATIONS = 64
 """The report has at most this many entries, which bounds the time of the baselines at the end.
@@ -60,6 +66,9 @@ baselines.
 
 MOST_CALLS = 1024
 """Each entry keeps the times of this many calls, the newest. It bounds the memory."""
+
+MOST_TRACED = 64
+"""A file has the traces of so many calls of each rank, the newest."""
 
 GATHER_SECONDS = 10.0
 """How long rank 0 waits for the notes of ranks that end later."""
@@ -118,6 +127,10 @@ class Calls:
             kernels_elsewhere=median_of("kernels_elsewhere"),
         )
 
+    def flops(self) -> int | None:
+        """The floating-point operations of the products of one call on this rank. None if rows change."""
+        return None if self.extents is None else self.compiled.flops(self.compiled.sized(self.extents))
+
     def record(self) -> dict[str, Any]:
         """All figures as JSON values."""
         proof, walls = self.proof(), [proof.wall for proof in self.proofs]
@@ -131,6 +144,7 @@ class Calls:
             "stamp": self.stamp,
             "rank": proof.rank,
             "calls": self.calls,
+            "flops": self.flops(),
             "p50": percentile(walls, 0.5),
             "p99": percentile(walls, 0.99),
             **{name: getattr(proof, name) for name in FIGURES},
@@ -198,6 +212,15 @@ class Report:
         self.target, self.process = target, os.getpid()
         self.rank, self.size = world()
         self.operations: dict[object, Calls] = {}
+        self.steps = Steps()  # those that the program marks
+        self.updates = Steps()  # those that optimizers end, in a program without marks
+        self.traces: deque[Trace] = deque(maxlen=MOST_TRACED if self.is_file else 0)
+        self.clocks: dict[int, clocks.Clock] = {}  # on rank 0: the clock of each rank, if the ranks have compared them
+        _OF_PROCESS[:] = [self]
+
+    @property
+    def is_file(self) -> bool:
+        return self.target.endswith(".json")
 
     def note(
         self,
@@ -220,6 +243,23 @@ class Report:
         if operation is None:
             operation = self.operations[same, rows] = Calls(run, rows, backend, kernels)
         operation.note(trace, run.elsewhere(returned_at))
+        if self.is_file:
+            self.traces.append(replace(trace, events=tuple(e._replace(rank=self.rank) for e in trace.events)))
+
+    def mark(self, steps: Steps, tokens: float = 0.0, flops: float = 0.0) -> None:
+        """A step ends now. `steps` are those of this report to which it belongs."""
+        calls = {key: operation.calls for key, operation in list(self.operations.items())}
+        steps.mark(perf_counter(), calls, tokens, flops)
+
+    def _steps(self) -> dict[str, Any] | None:
+        """The figures of the steps on this rank as JSON values. None without steps."""
+        steps = self.steps if self.steps.count else self.updates
+        if not steps.count:
+            return None
+        names = ("count", "total", "tokens", "flops")
+        p50, p99 = (percentile(steps.seconds, share) for share in (0.5, 0.99))
+        calls = [steps.calls(key) for key in self.operations]
+        return {**{name: getattr(steps, name) for name in names}, "p50": p50, "p99": p99, "calls": calls}
 
     def measured(self, compiled: Compiled, extents: Extents, seconds: float) -> None:
         """The program has measured the kernels of this operation alone (`Executor.compute_seconds`)."""
@@ -235,6 +275,9 @@ class Report:
             return
         try:
             agree(comm, f"the report of {[(o.stamp, o.compiled.title, o.extents is None) for o in operations]}")
+            if self.is_file and comm.link.world_ranks == [*range(self.size)]:
+                read_clocks(comm)
+                self.clocks = {rank: clocks.fit(batches) for rank, batches in comm.clock_readings.items()}
             for operation in operations:
                 operation.measure()
         except Exception as error:  # a problem of the report must not end a program that has succeeded
@@ -255,20 +298,26 @@ class Report:
             "rank": self.rank,
             "host": socket.gethostname(),
             "operations": [operation.record() for operation in self.operations.values()],
+            "steps": self._steps(),
+            "trace": merge(self.traces).to_json() if self.traces else None,
         }
         gathered = gather_at_exit(json.dumps(mine).encode(), self.rank, GATHER_SECONDS)
         if self.rank != 0:
             return
         ranks = [json.loads(note) for _, note in sorted(gathered.items())]
+        traces = {rank["rank"]: rank.pop("trace") for rank in ranks}
         mpi, progress = library(), sorted({o.comm.engine.progress_mode for o in self.operations.values()})
+        machine = next((o.comm.machine for o in self.operations.values()), None)
         whole = {
             "threads": launcher.thread_note(),
             "mpi": f"{mpi.name} {mpi.version}",
             "size": self.size,
             "progress": ", ".join(progress),
+            "flops_rate": None if machine is None else machine.flops_rate,
             "ranks": ranks,
         }
-        if self.target.endswith(".json"):
+        if self.is_file:
+            whole["trace"] = self._on_one_clock(traces, [rank["host"] for rank in ranks]).to_json()
             try:
                 Path(self.target).write_text(json.dumps(whole, indent=1))
             except OSError as error:  # the folder was writable at the start
@@ -278,6 +327,38 @@ class Report:
             print(shown(whole), file=sys.stderr, flush=True)
         for message in overlap_warnings(whole):
             warnings.warn(message, OverlapWarning, stacklevel=1)
+
+    def _on_one_clock(self, traces: Mapping[int, str | None], hosts: Sequence[str]) -> Trace:
+        """The newest calls of all ranks. Ranks of one host have one clock; those of others must have been compared."""
+        read = {rank: Trace.from_json(noted) for rank, noted in traces.items() if noted}
+        whole = merge([trace.shifted(self.clocks.get(rank, clocks.SAME)) for rank, trace in read.items()])
+        title = f"the newest calls of {self.size} ranks"
+        if len(set(hosts)) > 1 and len(self.clocks) < self.size - 1:
+            title += ", each host by its own clock"
+        return replace(whole, title=title, hosts=tuple(hosts) if len(hosts) == self.size else ())
+
+
+_OF_PROCESS: list[Report] = []
+"""The report of this process, once there is one."""
+
+
+def mark_step(tokens: float | None = None, flops: float | None = None) -> None:
+    """A step of the program has ended on this rank: the report of FOMPI_REPORT says what a step takes.
+
+        for batch in batches:
+            train(batch)
+            fompi.mark_step(tokens=8192)
+
+    The first mark begins the first step that counts, so that a warm-up does not. `tokens`: what a step computes on all
+    ranks together, as tokens, rows or samples. `flops`: its floating-point operations, of all ranks together; by
+    default those of the products that fompi carries out. Without marks, the steps are those of `DataParallel.step`.
+    It sends nothing, and does nothing without FOMPI_REPORT. Raises ArgumentError for a negative number.
+    """
+    for name, number in (("tokens", tokens), ("flops", flops)):
+        if number is not None and not 0 <= number < float("inf"):
+            raise ArgumentError(f"mark_step: {name}={number!r} must be a number of at least 0")
+    for report in _OF_PROCESS:
+        report.mark(report.steps, tokens or 0.0, flops or 0.0)
 
 
 def of_environment() -> Report | None:

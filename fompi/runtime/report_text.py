@@ -7,7 +7,7 @@ It is a function of the JSON value that `fompi.runtime.report` gathers. `operati
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fompi.traces.proof import WORTH_SECONDS, WORTH_SHARE
@@ -39,7 +39,8 @@ def text(report: Mapping[str, Any]) -> str:
     if not operations:
         return "\n".join([*lines, "no operation was called"])
     label = _labels(operations)
-    lines += [_totals(report), f"verdict: {' '.join(filter(None, _verdict(report)))}"]
+    lines += [_totals(report), *(_steps(report) or _communicators(report))]
+    lines.append(f"verdict: {' '.join(filter(None, _verdict(report)))}")
     by_exposed = sorted(operations, key=lambda o: -_total(o, "exposed"))
     for number, o in enumerate((o for o in by_exposed[:MOST_REASONS] if (_why(o))), 1):
         lines.append(f"exposed {number}: {_duration(_total(o, 'exposed'))} in {label(o)}: {_why(o)}")
@@ -58,7 +59,7 @@ def text(report: Mapping[str, Any]) -> str:
 
 
 def short_text(report: Mapping[str, Any]) -> str:
-    """Three lines: the calls, what was hidden and where most of the rest is, and what would help."""
+    """Three lines: the calls, what was hidden and where most of the rest is, what would help; and one of steps."""
     operations = _records(report)
     head = _head(report)
     if not operations:
@@ -81,12 +82,13 @@ def short_text(report: Mapping[str, Any]) -> str:
     advice = advice or f"nothing: {verdict}"
     if worst["communicator"].startswith(TORCH):
         advice = advice.replace("between start() and wait()", "between the call, with async_op=True, and its wait()")
-    return "\n".join([*head, line, f"what would help: {advice} (FOMPI_REPORT=1 shows the calls)"])
+    return "\n".join([*head, *_steps(report)[:1], line, f"what would help: {advice} (FOMPI_REPORT=1 shows the calls)"])
 
 
 def full_text(report: Mapping[str, Any]) -> str:
     """One block for each operation, with one line for each rank, and what the rank waited for."""
     lines = _head(report)
+    lines += _steps(report) if _records(report) else []
     label = _labels([o for rank in report["ranks"] for o in rank["operations"]])
     for ranks in by_operation(report):
         first = ranks[0]
@@ -171,6 +173,51 @@ def _totals(report: Mapping[str, Any]) -> str:
     names = {"compute": "kernels", "exposed": "exposed", "hidden": "hidden", "messages_alone": "messages alone"}
     parts = ", ".join(f"{word} {_duration(sums[name])}" for name, word in names.items())
     return f"total: {calls} calls, {_duration(sums['p50'])} on rank {rank}, which has the most exposed time: {parts}"
+
+
+def _communicators(report: Mapping[str, Any]) -> list[str]:
+    """Which communicators the exposed time is in, on the rank that has the most. One communicator is no news."""
+    worst, _ = _sums(report)
+    exposed = _exposed([(o["calls"], o) for r in report["ranks"] if r["rank"] == worst for o in r["operations"]])
+    return [f"exposed by communicator: {_listed(exposed)}"] * (len(exposed) > 1)
+
+
+def _steps(report: Mapping[str, Any]) -> list[str]:
+    """What a step takes, how fast it is, and which communicators its exposed time is in. Nothing without steps.
+
+    The times are those of the rank with the most exposed time. Tokens are those that rank 0 has marked.
+    """
+    worst, _ = _sums(report)
+    of = {rank["rank"]: rank for rank in report["ranks"]}
+    steps = of[worst].get("steps")
+    if not steps:
+        return []
+    seconds, marked = steps["total"] / steps["count"], of.get(0, {}).get("steps") or steps
+    often = [(calls / steps["count"], o) for calls, o in zip(steps["calls"], of[worst]["operations"], strict=True)]
+    inside, tail, products = (sum(n * (o[name] or 0) for n, o in often) for name in ("p50", "tail", "flops"))
+    line = f"steps: {steps['count']}, {_duration(steps['p50'])} each (p99 {_duration(steps['p99'])})"
+    if marked["tokens"]:
+        line += f", {marked['tokens'] / marked['total']:,.0f} tokens/s"
+    if flops := marked["flops"] / marked["count"] / report["size"] or products:
+        rate, peak = flops / seconds, report.get("flops_rate")
+        line += f", {rate / 1e9:.3g} GFLOP/s a rank"
+        line += f" ({rate / peak:.0%} of the {peak / 1e9:.3g} of the machine)" if peak else ""
+    exposed = _exposed(often)
+    whole = sum(exposed.values())
+    within = f"a step has {_duration(inside)} in fompi, {_duration(whole)} exposed ({whole / seconds:.0%})"
+    return [line, f"{within}: {_listed(exposed)}; {_duration(tail)} after the last kernels"]
+
+
+def _exposed(often: Iterable[tuple[float, Record]]) -> dict[str, float]:
+    """The exposed seconds of each communicator, the largest first. Each operation comes with its number of calls."""
+    exposed: dict[str, float] = defaultdict(float)
+    for calls, o in often:
+        exposed[o["communicator"]] += calls * o["exposed"]
+    return dict(sorted(exposed.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _listed(exposed: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {_duration(seconds)}" for name, seconds in exposed.items())
 
 
 def _verdict(report: Mapping[str, Any]) -> tuple[str, str]:

@@ -171,6 +171,8 @@ MISSPELT = {
     "simulate step --ranks 4 --schedule ring": "simulate step takes --model, --parallel, --ranks",
     "simulate step 4x4 --ranks 4": "simulate step takes --model, --parallel, --ranks",
     "calibrate --limit 0": "--limit 0: give a number of seconds above 0",
+    "trace nowhere.json": "nowhere.json: No such file or directory",
+    "trace README.md": "README.md is no report of a job: FOMPI_REPORT=run.json writes one",
     "info --yaml": "unrecognized arguments: --yaml",
 }
 

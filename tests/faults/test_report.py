@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from fompi.cli.main import main
+
 WORK = """
 for _ in range(4):
     fompi.all_gather_matmul(np.ones((64, 32)), np.ones((32, 16)))
@@ -62,6 +64,45 @@ def test_the_full_report_has_a_line_for_each_rank(reporting):
         for line in lines[2 : 2 + ranks]:
             p50, p99, *rest = map(float, line.split()[1:])
             assert 0 < p50 <= p99 and len(rest) == 7
+
+
+STEPS = """
+from fompi.parallel.data import DataParallel
+from fompi.parallel.optimizers import SGD
+data = DataParallel({"w": np.ones(64)}, optimizer=SGD(0.1), comm=fompi.Communicator())
+for _ in range(5):
+    fompi.all_gather_matmul(np.ones((64, 32)), np.ones((32, 16)))
+    data.ready("w", np.ones(64))
+    data.step()
+    MARK
+data.close()
+"""
+
+
+@pytest.mark.one_mpi
+@pytest.mark.parametrize(("mark", "said"), [("", ""), ("fompi.mark_step(tokens=128, flops=1e6)", " tokens/s, ")])
+def test_steps(reporting, mark, said):
+    """Those that the program marks, or else the updates of the optimizer."""
+    finished = reporting(2, STEPS.replace("MARK", mark)).finished
+    assert finished.returncode == 0, finished.output
+    steps, inside = finished.stderr.splitlines()[2:4]
+    assert steps.startswith("steps: 4, ") and said in steps and " GFLOP/s a rank" in steps
+    assert inside.startswith("a step has ") and "world/sum " in inside
+
+
+@pytest.mark.one_mpi
+def test_a_trace_of_the_job(reporting, tmp_path, monkeypatch, capsys):
+    """The file has the newest calls of all ranks. `fompi trace` makes of it what Perfetto opens, and a picture."""
+    path = tmp_path / "run.json"
+    finished = reporting(2, WORK, to=str(path)).finished
+    assert finished.returncode == 0, finished.output
+    monkeypatch.delenv("FOMPI_REPORT")
+    assert main(["trace", str(path), "--picture", str(tmp_path / "run.svg")]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("fompi report: 2 ranks") and "measured: the newest calls of 2 ranks, " in printed
+    entries = json.loads((tmp_path / "run.trace.json").read_text())["traceEvents"]
+    assert {entry["pid"] for entry in entries} == {0, 1} and sum(entry["ph"] == "X" for entry in entries) > 16
+    assert (tmp_path / "run.svg").read_text().startswith("<svg")
 
 
 @pytest.mark.one_mpi

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
+import fompi
 from fompi.base.errors import LaunchError
 from fompi.base.layout import Partial, Shard, Spec
 from fompi.engine.engine import Engine
@@ -14,13 +15,14 @@ from fompi.engine.intervals import RecentIntervals
 from fompi.ops.operations import plan
 from fompi.runtime.report import Report, called, percentile, why_not_overlapped
 from fompi.runtime.report_text import MOST_LINES, full_text, overlap_warnings, short_text, text
+from fompi.runtime.steps import Steps
 from fompi.traces.trace import intersection, length
 
 
 def noted(rank, **fields):
     known = {
         "title": "all_gather_matmul by direct", "call": "all_gather_matmul(float32 x[6, 8], w[8, 4])",
-        "communicator": "tp", "number": 0, "members": [0, 2], "stamp": 7, "rank": rank, "calls": 12,
+        "communicator": "tp", "number": 0, "members": [0, 2], "stamp": 7, "rank": rank, "calls": 12, "flops": 384,
         "p50": 0.2, "p99": 0.25,
         "wall": 0.2, "kernels": 0.11, "compute_alone": 0.1, "compute": 0.1, "slowdown": 1.1, "communication": 0.15,
         "messages_alone": 0.1, "hidden": 0.0, "exposed": 0.1 + 0.01 * rank, "tail": 0.001, "idle": 0.09, "nbytes": 4096,
@@ -62,6 +64,43 @@ def test_the_text():
 def one(**fields):
     """A report of one operation on one rank."""
     return {**REPORT, "ranks": [{"rank": 0, "operations": [noted(0, **fields)]}]}
+
+
+def marked(**fields):
+    """A report of two communicators, with steps of 2 calls of the first and 1 of the second."""
+    steps = {"count": 4, "total": 4.0, "p50": 0.9, "p99": 1.5, "tokens": 4000.0, "flops": 0.0, "calls": [8, 4]}
+    operations = [noted(0), noted(0, communicator="dp", exposed=0.15, flops=None)]
+    rank = {"rank": 0, "host": "a", "operations": operations, "steps": {**steps, **fields}}
+    return {**REPORT, "size": 1, "flops_rate": 1e4, "ranks": [rank]}
+
+
+def test_steps():
+    """What one takes, how fast it is, and where its exposed time is. Without marks: the latter, of the whole job."""
+    assert text(marked()).splitlines()[2:4] == [
+        "steps: 4, 900 ms each (p99 1.50 s), 1,000 tokens/s, 7.68e-07 GFLOP/s a rank (8% of the 1e-05 of the machine)",
+        "a step has 600 ms in fompi, 350 ms exposed (35%): tp 200 ms, dp 150 ms; 3 ms after the last kernels",
+    ]
+    assert "1,000 tokens/s, 2 GFLOP/s a rank (" in text(marked(flops=8e9))
+    assert short_text(marked()).splitlines()[1].startswith("steps: 4, ")
+    assert full_text(marked()).splitlines()[2].startswith("a step has 600 ms in fompi, ")
+    report = marked()
+    report["ranks"][0]["steps"] = None
+    assert text(report).splitlines()[2] == "exposed by communicator: dp 1.80 s, tp 1.20 s"
+
+
+def test_the_marks_of_steps():
+    """Calls before the first mark are not in a step. Those of an operation that comes later are."""
+    steps = Steps()
+    for now, calls, tokens in ((1.0, {"a": 5}, 7.0), (3.0, {"a": 7}, 10.0), (6.0, {"a": 9, "b": 3}, 20.0)):
+        steps.mark(now, calls, tokens)
+    assert (steps.count, steps.total, [*steps.seconds], steps.tokens) == (2, 5.0, [2.0, 3.0], 30.0)
+    assert [steps.calls(name) for name in "abc"] == [4, 3, 0]
+
+
+@pytest.mark.parametrize("wrong", [{"tokens": -1}, {"flops": float("nan")}, {"tokens": float("inf")}])
+def test_a_mark_with_a_wrong_number(wrong):
+    with pytest.raises(fompi.ArgumentError, match=rf"mark_step: {next(iter(wrong))}=.* must be a number"):
+        fompi.mark_step(**wrong)
 
 
 @pytest.mark.parametrize(
