@@ -155,7 +155,7 @@ tensors = {"x": np.ones((3 << 19, 8), np.float32), "w": np.ones((8, 1), np.float
 step = fompi.bind(plan, kernels={"matmul": matmul}, **tensors)
 for _ in range(9):
     fompi.all_reduce(np.ones(1))
-    time.sleep(0.05 * rank)
+    time.sleep(0.025 * rank)
     step()
 step.compute_seconds()
 """
