@@ -58,10 +58,13 @@ class Footprint:
 
 
 def run(world, one_call, calls, limit=6):
-    """Call `one_call(counts)` with random counts for every pair of ranks. A tenth as many calls before that warm up."""
-    draw = np.random.default_rng(7)
-    for call in range(calls + calls // 10):
-        if call == calls // 10:
+    """Call `one_call(counts)` with random counts for every pair of ranks. Calls before that warm up.
+
+    What is kept for each set of rows, a bounded number of them, grows slower with each call.
+    """
+    draw, warm_up = np.random.default_rng(7), max(60, calls // 10)
+    for call in range(warm_up + calls):
+        if call == warm_up:
             before = Footprint(world)
         one_call(draw.integers(0, limit, (world.size, world.size)))
     world.engine.progress()
