@@ -448,7 +448,7 @@ class DataParallel:
                 self._finish_cycle()  # the other ranks wait for these gathers
             raise self._torn
         if (report := self.comm.engine.report) is not None:
-            report.mark(report.updates)
+            report.mark(report.updates[id(self)])
         return norm
 
     def _agreed_step(self, clip: float | None) -> float:

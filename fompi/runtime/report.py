@@ -1,8 +1,8 @@
 """FOMPI_REPORT: what overlap gained in this job.
 
 FOMPI_REPORT=1 prints a table of a screen, once, at the end of the job (`fompi.runtime.report_text`). FOMPI_REPORT=short
-prints three lines, FOMPI_REPORT=full all operations, with a line for each rank. FOMPI_REPORT=FILE.json writes all
-figures to a file, with a trace of the newest calls (`fompi trace FILE.json`).
+prints three lines, and one of steps. FOMPI_REPORT=full prints all operations, with a line for each rank.
+FOMPI_REPORT=FILE.json writes all figures to a file, with a trace of the newest calls (`fompi trace FILE.json`).
 
 1. Every rank notes each call that finishes (`Report.note`).
 2. When a communicator is closed, or the program ends, its ranks measure the baselines of each operation
@@ -19,9 +19,11 @@ import os
 import socket
 import sys
 import warnings
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
+from numbers import Real
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -213,7 +215,7 @@ class Report:
         self.rank, self.size = world()
         self.operations: dict[object, Calls] = {}
         self.steps = Steps()  # those that the program marks
-        self.updates = Steps()  # those that optimizers end, in a program without marks
+        self.updates: defaultdict[int, Steps] = defaultdict(Steps)  # those that each optimizer ends, by its id
         self.traces: deque[Trace] = deque(maxlen=MOST_TRACED if self.is_file else 0)
         self.clocks: dict[int, clocks.Clock] = {}  # on rank 0: the clock of each rank, if the ranks have compared them
         _OF_PROCESS[:] = [self]
@@ -253,7 +255,9 @@ class Report:
 
     def _steps(self) -> dict[str, Any] | None:
         """The figures of the steps on this rank as JSON values. None without steps."""
-        steps = self.steps if self.steps.count else self.updates
+        steps = self.steps
+        if not steps.count:  # without marks: those of the optimizer that has made most of them
+            steps = max(self.updates.values(), key=lambda of: of.count, default=steps)
         if not steps.count:
             return None
         names = ("count", "total", "tokens", "flops")
@@ -351,11 +355,11 @@ def mark_step(tokens: float | None = None, flops: float | None = None) -> None:
 
     The first mark begins the first step that counts, so that a warm-up does not. `tokens`: what a step computes on all
     ranks together, as tokens, rows or samples. `flops`: its floating-point operations, of all ranks together; by
-    default those of the products that fompi carries out. Without marks, the steps are those of `DataParallel.step`.
-    It sends nothing, and does nothing without FOMPI_REPORT. Raises ArgumentError for a negative number.
+    default those of the products that fompi carries out. Without marks, a `DataParallel.step` ends a step.
+    It sends nothing, and does nothing without FOMPI_REPORT. Raises ArgumentError for what is no number, or negative.
     """
     for name, number in (("tokens", tokens), ("flops", flops)):
-        if number is not None and not 0 <= number < float("inf"):
+        if number is not None and not (isinstance(number, Real) and 0 <= number < inf):
             raise ArgumentError(f"mark_step: {name}={number!r} must be a number of at least 0")
     for report in _OF_PROCESS:
         report.mark(report.steps, tokens or 0.0, flops or 0.0)

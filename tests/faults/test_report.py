@@ -69,20 +69,22 @@ def test_the_full_report_has_a_line_for_each_rank(reporting):
 STEPS = """
 from fompi.parallel.data import DataParallel
 from fompi.parallel.optimizers import SGD
-data = DataParallel({"w": np.ones(64)}, optimizer=SGD(0.1), comm=fompi.Communicator())
+data, other = (DataParallel({"w": np.ones(64)}, optimizer=SGD(0.1), comm=fompi.Communicator()) for _ in range(2))
 for _ in range(5):
     fompi.all_gather_matmul(np.ones((64, 32)), np.ones((32, 16)))
-    data.ready("w", np.ones(64))
-    data.step()
+    for each in data, other:
+        each.ready("w", np.ones(64))
+        each.step()
     MARK
 data.close()
+other.close()
 """
 
 
 @pytest.mark.one_mpi
 @pytest.mark.parametrize(("mark", "said"), [("", ""), ("fompi.mark_step(tokens=128, flops=1e6)", " tokens/s, ")])
 def test_steps(reporting, mark, said):
-    """Those that the program marks, or else the updates of the optimizer."""
+    """Those that the program marks, or else the updates of one of its optimizers."""
     finished = reporting(2, STEPS.replace("MARK", mark)).finished
     assert finished.returncode == 0, finished.output
     steps, inside = finished.stderr.splitlines()[2:4]
@@ -146,7 +148,7 @@ def test_an_overlap_that_did_not_happen(reporting):
 from fompi import Shard, Spec
 
 def matmul(reads, writes):
-    time.sleep(0.006)
+    time.sleep(0.003)
 
 rank = fompi.Communicator.of(None).rank
 x, w = Spec((3 << 20, 8), "float32", Shard(0)), Spec((8, 2), "float32", Shard(1))
@@ -155,7 +157,7 @@ tensors = {"x": np.ones((3 << 19, 8), np.float32), "w": np.ones((8, 1), np.float
 step = fompi.bind(plan, kernels={"matmul": matmul}, **tensors)
 for _ in range(9):
     fompi.all_reduce(np.ones(1))
-    time.sleep(0.025 * rank)
+    time.sleep(0.012 * rank)
     step()
 step.compute_seconds()
 """

@@ -97,7 +97,9 @@ def test_the_marks_of_steps():
     assert [steps.calls(name) for name in "abc"] == [4, 3, 0]
 
 
-@pytest.mark.parametrize("wrong", [{"tokens": -1}, {"flops": float("nan")}, {"tokens": float("inf")}])
+@pytest.mark.parametrize(
+    "wrong", [{"tokens": -1}, {"tokens": "many"}, {"flops": float("nan")}, {"tokens": float("inf")}]
+)
 def test_a_mark_with_a_wrong_number(wrong):
     with pytest.raises(fompi.ArgumentError, match=rf"mark_step: {next(iter(wrong))}=.* must be a number"):
         fompi.mark_step(**wrong)
