@@ -91,6 +91,7 @@ from fompi.traces.trace import Trace
 from fompi.tuning.adaptive import Adaptive, bind
 
 if TYPE_CHECKING:
+    from fompi.parallel.turns import overlap
     from fompi.runtime.report import mark_step
     from fompi.tuning.calibrate import calibrate
 
@@ -101,7 +102,7 @@ __all__ = [
     "layouts", "verify", "simulate", "schedule", "staged",
     # running: communicators, bound operations, measurements
     "Communicator", "Mesh", "Pending", "BoundCall", "Stop", "Device", "DeviceArray", "bind", "Executor",
-    "Adaptive", "calibrate", "mark_step", "gather_traces", "timeline",
+    "Adaptive", "calibrate", "mark_step", "gather_traces", "timeline", "overlap",
     # values
     "Spec", "Shard", "Replicate", "Partial", "Plan", "Machine", "Explanation", "Trace", "Proof",
     # errors and warnings
@@ -135,6 +136,7 @@ _prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.c
 DOORS.bind, DOORS.prepare = BoundCall, _prepare
 DOORS.differentiable = _late("fompi.torch.autograd", "differentiable")
 DOORS.strategy_of_torch = _late("fompi.torch.strategies", "differentiable")
+DOORS.modes_of_torch = _late("fompi.torch.strategies", "modes")
 DOORS.strategy_of_jax = _late("fompi.jax.strategies", "differentiable")
 DOORS.products = _late("fompi.torch.products", "bound")
 DOORS.comm = lambda: import_module("fompi.ops.intracomm").Comm
@@ -148,7 +150,11 @@ _PACKAGES = ("torch", "jax", "parallel", "plans", "model", "traces")
 """Packages with names that the documents use, beside the names of this module."""
 
 
-_LATE = {"calibrate": "fompi.tuning.calibrate", "mark_step": "fompi.runtime.report"}
+_LATE = {
+    "calibrate": "fompi.tuning.calibrate",
+    "mark_step": "fompi.runtime.report",
+    "overlap": "fompi.parallel.turns",
+}
 """The modules of names that few programs use."""
 
 

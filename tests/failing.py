@@ -9,6 +9,9 @@ import fompi
 from fompi.parallel import section
 
 HERE = Path(fompi.__file__).parent
+OTHER_FILES = ("section.py", "turns.py", "products.py")
+"""The files that end a section, and a file of kernels."""
+
 OUTSIDE = ("<lambda>", "__del__", "<module>")
 
 
@@ -19,7 +22,9 @@ class Injected(Exception):
 def in_a_section(path, name):
     """Within a section that has begun, in the rooms of strategies, but not in what ends the section."""
     opened = section._OPEN.section
-    here = path.parts[0] in ("parallel", "torch") and path.name not in ("section.py", "products.py")  # a kernel's
+    here = path.parts[0] in ("parallel", "torch") and path.name not in OTHER_FILES
+    if opened is not None and opened._ends_with is not None:
+        opened = opened._ends_with
     return here and opened is not None and opened.begun and opened.error is None
 
 

@@ -41,6 +41,9 @@ class Doors:
     strategy_of_torch: Callable[..., Any] = closed
     """(strategy, its tensors by name) -> the result, attached to autograd. `parallel` -> `torch`."""
 
+    modes_of_torch: Callable[[], Callable[[], Any]] = closed
+    """() -> what makes a context with the modes of torch that this thread has. `parallel` -> `torch`."""
+
     strategy_of_jax: Callable[..., Any] = closed
     """(strategy, its tensors by name) -> the result on tracers of JAX. `parallel` -> `jax`."""
 

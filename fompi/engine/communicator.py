@@ -217,9 +217,9 @@ class Communicator(Shared):
         ]
 
     def check(self) -> None:
-        """Raise StateError if this communicator cannot be used any more."""
-        if self.engine.over:
-            raise StateError(self.engine.over)
+        """Raise StateError if this communicator cannot be used any more. Every call begins with this."""
+        if self.engine.gate is not None:
+            self.engine.gate(self)
         if self.closed:
             raise StateError(f"the communicator {self.name!r} is closed")
         if self.channel.ending is not None:

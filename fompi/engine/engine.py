@@ -78,6 +78,7 @@ class Engine(InFlight):
         super().__init__(testsome)
         self.timeout, self.spins, self.progress_mode = timeout, spins, progress_mode
         self.over = ""  # in words why this process must not call fompi any more
+        self.gate: Callable[[Any], None] | None = None  # called with the communicator before each call begins
         self.arena: Any = None  # the memory of results and scratch (`fompi.tensors.arena`)
         self.hosts: dict[int, int] = {}  # the host of each rank of MPI_COMM_WORLD, as a digest of its name
         self.report: Any = None  # notes finished calls, if FOMPI_REPORT is set (`fompi.runtime.report`)
@@ -251,12 +252,17 @@ class Engine(InFlight):
         def refuse(*args: Any, **options: Any) -> Any:
             raise StateError(FORKED)
 
-        self.over, self.helper, self.lock = FORKED, None, RLock()  # another thread may have held the lock
+        self.after_finalize(FORKED)
+        self.helper, self.lock = None, RLock()  # another thread may have held the lock
         self.progress = self.wait = self.receive_control = refuse  # type: ignore[method-assign]
 
     def after_finalize(self, why: str) -> None:
         """MPI ends. Calls are refused from now on, because MPI would end the process."""
-        self.over = why
+
+        def refuse(comm: Any) -> None:
+            raise StateError(why)
+
+        self.over, self.gate = why, refuse
 
     # ----------------------------------------------------------------------------------------------------------- waits
 

@@ -15,12 +15,13 @@ from fompi.backends.half import narrow
 from fompi.base.errors import DtypeError, ShapeError, TensorError
 from fompi.base.layout import CARRIERS, HALF
 from fompi.engine.communicator import Communicator
-from fompi.engine.handshake import agree
+from fompi.engine.handshake import begin_agreement
 from fompi.ops.messages import MOST_TAG, sendrecv
 from fompi.ops.operation import Operation, communicator_of
 from fompi.ops.operations import all_reduce
 from fompi.ops.pending import Pending
 from fompi.parallel import section
+from fompi.parallel.turns import give_way, in_turn, is_in_turns
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Lent, Tensor
 
@@ -42,7 +43,10 @@ def enter(name: str, comm: Any, check: Callable[[Communicator], tuple[str, int, 
             text, value, result = check(communicator)
         except Exception as error:
             refusal = error
-    values = agree(communicator, f"{name}({text})", refusal, value)
+    with in_turn():
+        agreement = begin_agreement(communicator, f"{name}({text})", refusal, value)
+    give_way()
+    values = agreement.values()
     section.begin(communicator)
     return communicator, result, list(values)
 
@@ -62,7 +66,8 @@ def admit(
         except Exception as error:
             refusal = error
     if refusal is not None:
-        operation.refuse(refusal, communicator)
+        with in_turn():
+            operation.refuse(refusal, communicator)
     return communicator, text, result
 
 
@@ -109,12 +114,15 @@ def give(array: Array, like: Tensor) -> Any:
 
 def call(operation: Operation[Any], *arrays: Any, dtype: str, **options: Any) -> Any:
     """The result of an operation on arrays that hold the logical dtype `dtype`, as such arrays."""
+    if is_in_turns():
+        return arrived(start(operation, *arrays, dtype=dtype, **options))
     return _arrays(operation(*_tensors(arrays, options, dtype), **options))
 
 
 def start(operation: Operation[Any], *arrays: Any, dtype: str, **options: Any) -> Pending:
     """The operation on arrays that hold the logical dtype `dtype`, in flight."""
-    return _of_section(operation.start(*_tensors(arrays, options, dtype), **options))
+    with in_turn():
+        return _of_section(operation.start(*_tensors(arrays, options, dtype), **options))
 
 
 def begin(operation: Operation[Any], text: str, *arrays: Any, dtype: str, **options: Any) -> Pending:
@@ -122,7 +130,9 @@ def begin(operation: Operation[Any], text: str, *arrays: Any, dtype: str, **opti
     tensors = _tensors(arrays, options, dtype)
     arguments, comm, how = operation.read(tuple(tensors), options)
     arguments.words = text
-    pending = operation.begin(arguments, comm, how)
+    with in_turn():
+        pending = operation.begin(arguments, comm, how)
+    give_way()
     pending.wait()
     section.begin(comm, pending.number)
     return pending
@@ -158,11 +168,13 @@ def transfer(
 
 def arrived(pending: Pending) -> Any:
     """The result of an operation in flight, as an array or a tuple of arrays."""
+    give_way()
     return _arrays(pending.wait())
 
 
 def arrived_from(pending: Pending, rank: int) -> Array:
     """The rows of the result that come from `rank`, as an array, as soon as they are there."""
+    give_way()
     rows: Array = _arrays(pending.part(rank))
     return rows
 

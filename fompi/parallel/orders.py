@@ -11,6 +11,8 @@ An action is a stage, a kind and a micro-batch. The kinds are those of PyTorch:
 | I    | the first part of a backward: the gradient of the input              |
 | W    | the second part of a backward: the gradients of the parameters       |
 
+A forward and the backward of another micro-batch may be one action, `Both`: messages of one travel behind the other.
+
 Rank r has the stages r, r + ranks, r + 2 ranks, ... (`chunks` of them). In a V it has r and 2 ranks - 1 - r, so that
 the first and the last stage are on one rank (`fompi.model.pipeline.PLACEMENTS`).
 """
@@ -18,7 +20,8 @@ the first and the last stage are on one rank (`fompi.model.pipeline.PLACEMENTS`)
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,8 +33,10 @@ from fompi.model.pipeline import has_chunks, placement_of, rank_of, stages_of
 KINDS = "FBIW"
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
-_BOTH = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
-"""A forward and a backward that PyTorch may run side by side: one after the other here."""
+BOTH = "OVERLAP_F_B"
+"""The kind of a forward and a backward side by side, as PyTorch calls it."""
+
+_BOTH = re.compile(rf"\((.*);(.*)\){BOTH}")
 
 _LEFT_OUT = re.compile(r"\d*(SEND|RECV)_[FB]\d*|\d*(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 """What PyTorch's files list beside the actions: messages, which follow from the actions, and the shards of FSDP."""
@@ -48,12 +53,38 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
-Orders = list[list[Action]]
+class Both(NamedTuple):
+    """A forward and a backward (B or I) side by side. It begins when both can, and ends when both have ended."""
+
+    forward: Action
+    backward: Action
+
+    def __str__(self) -> str:
+        return f"({self.forward};{self.backward}){BOTH}"
+
+
+Step = Action | Both
+
+Orders = list[list[Step]]
 """For each rank its actions, in their order."""
 
 
-def order(schedule: str | Sequence[Sequence[Action | str]], ranks: int, microbatches: int, chunks: int = 1) -> Orders:
+def parts(steps: Iterable[Step]) -> list[Action]:
+    """The actions, those of `Both` one by one."""
+    return [action for step in steps for action in (step if isinstance(step, Both) else (step,))]
+
+
+def order(
+    schedule: str | Sequence[Sequence[Step | str]],
+    ranks: int,
+    microbatches: int,
+    chunks: int = 1,
+    overlap_f_b: bool = False,
+) -> Orders:
     """For each rank its actions: order("1f1b", 2, 1) == [[0F0, 0B0], [1F0, 1B0]]
+
+    With `overlap_f_b` a forward and the backward of another micro-batch that follows it are one action. Of `SCHEDULES`
+    eager-1f1b, interleaved and dualpipev leave room for it; the first two do one more forward ahead then, as Megatron.
 
     `schedule` is one of `SCHEDULES`, or an order of your own: actions or their texts for each rank, a CSV file of
     PyTorch (one line per rank): open, its text, or its path if that ends with .csv. Whether its stages lie in a loop or
@@ -68,17 +99,22 @@ def order(schedule: str | Sequence[Sequence[Action | str]], ranks: int, microbat
             held = "two stages" if placement_of(schedule) == "v" else "one stage"
             other = "interleaved" if chunks > 1 else "zb-h1"
             raise PlanError(f"{schedule} has {held} per rank; for {chunks} per rank take {other!r}")
-        listed = [_ACTIONS[schedule](rank, ranks, microbatches, chunks) for rank in range(ranks)]
+        if overlap_f_b and schedule not in _OVERLAPPING:
+            raise PlanError(f"overlap_f_b is for {', '.join(_OVERLAPPING)}: {schedule} leaves no room for it")
+        write = partial(_side_by_side, _OVERLAPPING[schedule]) if overlap_f_b else _ACTIONS[schedule]
+        listed = [[*write(rank, ranks, microbatches, chunks)] for rank in range(ranks)]
+    elif overlap_f_b:
+        raise PlanError("an order of your own lists what runs side by side: '(0F1;1B0)OVERLAP_F_B'")
     else:
         listed = _own(schedule)
     check(listed, ranks, microbatches, chunks)
     return listed
 
 
-def placement_in(orders: Sequence[Sequence[Action]], chunks: int) -> str:
+def placement_in(orders: Sequence[Sequence[Step]], chunks: int) -> str:
     """Where the stages of an order lie: "v" if they are there and not in a loop, else "loop"."""
     ranks = len(orders)
-    every = [{action.stage for action in actions} for actions in orders]
+    every = [{action.stage for action in parts(steps)} for steps in orders]
     in_v = [{*stages_of(rank, ranks, chunks, "v")} for rank in range(ranks)]
     return "v" if every == in_v and ranks > 1 and chunks > 1 else "loop"
 
@@ -90,9 +126,9 @@ def _gpipe(r: int, p: int, m: int, v: int) -> list[Action]:
     return [Action(r, "F", i) for i in range(m)] + [Action(r, "B", i) for i in range(m)]
 
 
-def _one_forward_one_backward(r: int, p: int, m: int, v: int, ahead: int = 1) -> list[Action]:
+def _one_forward_one_backward(r: int, p: int, m: int, v: int, ahead: int = 1, more: int = 0) -> list[Action]:
     """Each rank does `ahead` times the forwards that the stages behind it need, then one backward after each one."""
-    first = min(m, ahead * (p - 1 - r))
+    first = min(m, ahead * (p - 1 - r) + more)
     actions = [Action(r, "F", i) for i in range(first)]
     for i in range(m):
         if first + i < m:
@@ -122,7 +158,7 @@ def _zero_bubble_2(r: int, p: int, m: int, v: int) -> list[Action]:
     return _zero_bubble(r, p, m, v, ahead=2)
 
 
-def _interleaved(r: int, p: int, m: int, v: int) -> list[Action]:
+def _interleaved(r: int, p: int, m: int, v: int, more: int = 0) -> list[Action]:
     """The micro-batches in groups of p. A rank does a group at its first stage, then at its second stage, and so on.
 
     The backwards visit the stages in the opposite order. The last group may be smaller: its missing micro-batches are
@@ -131,7 +167,7 @@ def _interleaved(r: int, p: int, m: int, v: int) -> list[Action]:
     groups = [range(start, start + p) for start in range(0, m, p)]
     forwards = [Action(c * p + r, "F", i) for group in groups for c in range(v) for i in group]
     backwards = [Action(c * p + r, "B", i) for group in groups for c in reversed(range(v)) for i in group]
-    first = min(len(forwards), 2 * (p - 1 - r) + (v - 1) * p)
+    first = min(len(forwards), 2 * (p - 1 - r) + (v - 1) * p + more)
     actions = forwards[:first]
     for i, backward in enumerate(backwards):
         actions += [*forwards[first + i : first + i + 1], backward]
@@ -213,6 +249,27 @@ _ACTIONS = {
     "zbv": _zero_bubble_v,
     "dualpipev": _dual_pipe_v,
 }
+_OVERLAPPING = {
+    "eager-1f1b": partial(_one_forward_one_backward, ahead=2, more=1),
+    "interleaved": partial(_interleaved, more=1),
+    "dualpipev": _dual_pipe_v,
+}
+"""The orders with `overlap_f_b`."""
+
+
+def _side_by_side(write: Callable[..., list[Action]], r: int, p: int, m: int, v: int) -> Iterator[Step]:
+    """Each forward and the B of another micro-batch that follows it become one action.
+
+    As for so many micro-batches that no pair is cut short, without those that are not there.
+    """
+    n = max(m, 2 * p)
+    before: Action | None = None
+    for action in [*write(r, p, n, v), None]:
+        joins = before and action and before.kind + action.kind == "FB" and before.microbatch != action.microbatch
+        there = [a for a in (before, action if joins else None) if a is not None and a.microbatch < m]
+        if there:
+            yield Both(*there) if len(there) == 2 else there[0]
+        before = None if joins else action
 
 
 # ------------------------------------------------------------------------------------------------ orders of users
@@ -237,15 +294,15 @@ def _own(schedule: object) -> Orders:
     return [[*_parsed(rank, actions)] for rank, actions in enumerate(listed)]
 
 
-def _parsed(rank: int, actions: Iterable[object]) -> Iterable[Action]:
+def _parsed(rank: int, actions: Iterable[object]) -> Iterable[Step]:
     for number, given in enumerate(actions):
-        if isinstance(given, Action):
+        if isinstance(given, Step):
             yield given
             continue
         text = "" if given is None else str(given).strip().strip('"')
         both = _BOTH.fullmatch(text)
         if both is not None:
-            yield from _parsed(rank, both.groups())
+            yield Both(*parts(_parsed(rank, both.groups())))
             continue
         if not text or _LEFT_OUT.fullmatch(text):  # PyTorch writes an empty cell for a step without an action
             continue
@@ -258,14 +315,18 @@ def _parsed(rank: int, actions: Iterable[object]) -> Iterable[Action]:
 # --------------------------------------------------------------------------------------------- is an order right
 
 
-def check(orders: Sequence[Sequence[Action]], ranks: int, microbatches: int, chunks: int = 1) -> None:
+def check(orders: Sequence[Sequence[Step]], ranks: int, microbatches: int, chunks: int = 1) -> None:
     """Raise PlanError if the order deadlocks, or if it is not exactly the work of these micro-batches."""
     if len(orders) != ranks:
         raise PlanError(f"the order has actions for {len(orders)} ranks, but there are {ranks}")
     stages, where = ranks * chunks, placement_in(orders, chunks)
-    for rank, actions in enumerate(orders):
+    for rank, steps in enumerate(orders):
         seen: set[Action] = set()
-        for number, action in enumerate(actions):
+        actions = parts(steps)
+        for step in steps:
+            if isinstance(step, Both) and (step.forward.kind != "F" or step.backward.kind not in ("B", "I")):
+                raise PlanError(f"rank {rank}: {step} is not a forward and a backward", rank, None, str(step))
+        for number, action in enumerate(parts(steps)):
             stage, kind, i = action
             why = ""
             if kind not in KINDS or not (0 <= stage < stages and 0 <= i < microbatches):
@@ -319,21 +380,23 @@ class OrderTimes(NamedTuple):
     begins: dict[Action, float]
     ends: dict[Action, float]
 
-    def span(self, actions: Sequence[Action]) -> float:
+    def span(self, steps: Sequence[Step]) -> float:
         """The seconds from the begin of the first to the end of the last of these actions: those of one rank."""
+        actions = parts(steps)
         return self.ends[actions[-1]] - self.begins[actions[0]] if actions else 0.0
 
 
 def times(
-    orders: Sequence[Sequence[Action]], seconds: Mapping[str, float] | None = None, message: float = 0.0
+    orders: Sequence[Sequence[Step]], seconds: Mapping[str, float] | None = None, message: float = 0.0
 ) -> OrderTimes:
     """The event walk: every rank does its actions in order, each as soon as what it needs is there.
 
-    `seconds` are those of F, B, I and W (by default 1, 2, 1 and 1). A message to another rank takes `message` seconds,
+    `seconds` are those of F, B, I and W (by default 1, 2, 1 and 1). Two side by side take as long as both, or those of
+    "OVERLAP_F_B". A message to another rank takes `message` seconds,
     beside the actions. Any number of messages may move at once. Raises PlanError for an order that deadlocks.
     """
     seconds = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, **(seconds or {})}
-    ranks, stages = len(orders), 1 + max((a.stage for actions in orders for a in actions), default=0)
+    ranks, stages = len(orders), 1 + max((a.stage for steps in orders for a in parts(steps)), default=0)
     owner = _owners(orders)
     made: dict[tuple[int, str, int], float] = {}
     found = OrderTimes({}, {})
@@ -342,14 +405,16 @@ def times(
         moved = False
         for rank in sorted(waiting):
             while at[rank] < len(orders[rank]):
-                action = orders[rank][at[rank]]
-                wanted = needs(action, stages)
+                actions = parts([orders[rank][at[rank]]])
+                wanted = [each for action in actions for each in needs(action, stages)]
                 if not all(each in made for each in wanted):
                     break
                 arrivals = (made[n] + (message if owner[n[0]] != rank else 0.0) for n in wanted)
-                begun = found.begins[action] = max([now[rank], *arrivals])
-                found.ends[action] = now[rank] = begun + seconds[action.kind]
-                made.update((each, now[rank]) for each in gives(action))
+                begun, takes = max([now[rank], *arrivals]), sum(seconds[action.kind] for action in actions)
+                now[rank] = begun + (takes if len(actions) == 1 else seconds.get(BOTH, takes))
+                for action in actions:
+                    found.begins[action], found.ends[action] = begun, now[rank]
+                    made.update((each, now[rank]) for each in gives(action))
                 at[rank] += 1
                 moved = True
             else:
@@ -360,13 +425,13 @@ def times(
     return found
 
 
-def _owners(orders: Sequence[Sequence[Action]]) -> dict[int, int]:
+def _owners(orders: Sequence[Sequence[Step]]) -> dict[int, int]:
     """The rank of each stage."""
-    return {action.stage: rank for rank, actions in enumerate(orders) for action in actions}
+    return {action.stage: rank for rank, steps in enumerate(orders) for action in parts(steps)}
 
 
 def _deadlock(
-    orders: Sequence[Sequence[Action]],
+    orders: Sequence[Sequence[Step]],
     at: Sequence[int],
     made: Mapping[tuple[int, str, int], float],
     rank: int,
@@ -376,23 +441,23 @@ def _deadlock(
     first, words, seen, owner = rank, [], set(), _owners(orders)
     while rank not in seen and at[rank] < len(orders[rank]):
         seen.add(rank)
-        action = orders[rank][at[rank]]
-        missing = next(each for each in needs(action, stages) if each not in made)
+        step = orders[rank][at[rank]]
+        missing = next(each for action in parts([step]) for each in needs(action, stages) if each not in made)
         what = {"y": "the forward", "d": "the backward", "i": "the I"}[missing[1]]
         other = owner[missing[0]]
-        words.append(f"{action} of rank {rank} waits for {what} of micro-batch {missing[2]} at stage {missing[0]}")
+        words.append(f"{step} of rank {rank} waits for {what} of micro-batch {missing[2]} at stage {missing[0]}")
         if other == rank:
-            words[-1] += ", which comes later on the same rank"
+            words[-1] += ", which comes later on the same rank" if type(step) is Action else ", on the same rank"
             break
         rank = other
     stuck = orders[first][at[first]]
     return PlanError(f"the order deadlocks: {'; '.join(words)}", first, at[first], str(stuck))
 
 
-def alive(actions: Sequence[Action]) -> tuple[int, int]:
+def alive(steps: Sequence[Step]) -> tuple[int, int]:
     """The most micro-batches of a rank that are between F and its B or I, and the most between I and W."""
     activations = pending = most = most_pending = 0
-    for _, kind, _ in actions:
+    for _, kind, _ in parts(steps):
         activations += (kind == "F") - (kind in "BI")
         most = max(most, activations + (kind in "BI"))  # they are in use until the action is over
         pending += kind == "I"

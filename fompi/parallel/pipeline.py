@@ -23,15 +23,16 @@ from fompi.base.errors import DtypeError, FompiError, PeerError, PlanError, Shap
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.parallel.buckets import detached
-from fompi.parallel.orders import SCHEDULES, Action, order
+from fompi.parallel.orders import SCHEDULES, Action, Both, Step, order
 from fompi.parallel.pipeline_plan import PipelineProblem, evaluation, plan
+from fompi.parallel.turns import overlap
 from fompi.plans.plan import Plan
 from fompi.runtime.binding import bind
 from fompi.runtime.executor import Executor
 from fompi.tensors import dlpack
 from fompi.traces.trace import Trace
 
-__all__ = ["SCHEDULES", "Action", "Pipeline", "order", "plan"]
+__all__ = ["SCHEDULES", "Action", "Both", "Pipeline", "order", "plan"]
 
 FRAMEWORKS = ("numpy", "torch", "jax")
 
@@ -65,6 +66,10 @@ class Pipeline:
     `seconds` are those of F, B, I and W, so that `plan` can be simulated. With `backend` an emulated accelerator
     (`fompi.backends.emulated`) every call takes them, whatever it takes on the host.
 
+    With `overlap_f_b` a forward and the backward of another micro-batch run side by side, where the schedule allows it
+    (`order`): what a strategy of one of them has sent travels while the other computes (`fompi.overlap`). So a layer of
+    experts hides its messages across micro-batches. An order of your own says where: "(0F1;1B0)OVERLAP_F_B".
+
     `wire` is the form in which messages carry activations and their gradients (`fompi.base.wires`). They are rounded
     once each. A stage gets tensors of `dtype` all the same.
 
@@ -77,7 +82,7 @@ class Pipeline:
         *,
         comm: Any = None,
         microbatches: int,
-        schedule: str | Sequence[Sequence[Action | str]] = "1f1b",
+        schedule: str | Sequence[Sequence[Step | str]] = "1f1b",
         activations: Sequence[Any],
         loss: Callable[[Any, Any], tuple[Any, Any]],
         dtype: str = "float32",
@@ -86,6 +91,7 @@ class Pipeline:
         backend: Backend | None = None,
         seconds: Mapping[str, float | Sequence[float]] | None = None,
         wire: str | None = None,
+        overlap_f_b: bool = False,
     ):
         self.comm = Communicator.of(comm)
         self.loss, self.dtype, self.framework, self.microbatches = loss, dtype, framework, microbatches
@@ -105,7 +111,7 @@ class Pipeline:
                 "seconds": seconds,
                 "wire": wire,
             }
-            self.plan: Plan = plan(schedule, **self._how)
+            self.plan: Plan = plan(schedule, overlap_f_b=overlap_f_b, **self._how)
             self.problem: PipelineProblem = self.plan.problem
             self._by_number = dict(zip(self.problem.stages_of(rank), self.stages, strict=True))
             if backend is not None and not hasattr(backend, "asynchronous"):
@@ -114,13 +120,14 @@ class Pipeline:
                 raise PlanError("a pipeline passes on tensors in host memory: its backend cannot be a device")
             if backend is not None and backend.asynchronous:
                 for kernel in self.plan.kernels:
-                    if not kernel.seconds:
+                    if not kernel.seconds and not kernel.beside:
                         raise PlanError(f"seconds= lacks the seconds of {kernel.name}, which the {backend.name} needs")
             self._check_methods()
             by = self.plan.schedule
             if by not in SCHEDULES:
                 by = "; ".join(" ".join(map(str, a)) for a in order(schedule, size, microbatches, len(self.stages)))
             text = f"{self.problem} with {self.problem.activations} by {by}, checked {checked}"
+            text += ", overlap_f_b" if overlap_f_b else ""
         except Exception as error:  # of any kind: the other ranks wait for this one
             refusal = error
         agree(self.comm, text, refusal)
@@ -289,6 +296,20 @@ class Pipeline:
             dx, rest = _pair(stage.backward_input(saved, dy), f"backward_input() of stage {args[0]}", "(dx, rest)")
             stage.backward_weight(rest)
         self._keep_gradient(args, dx, writes)
+
+    def _forward_backward(self, args: tuple[int, ...], reads: Any, writes: Any) -> None:
+        self._side_by_side(self._backward, args, reads, writes)
+
+    def _forward_backward_input(self, args: tuple[int, ...], reads: Any, writes: Any) -> None:
+        self._side_by_side(self._backward_input, args, reads, writes)
+
+    def _side_by_side(self, backward: Callable[..., None], args: tuple[int, ...], reads: Any, writes: Any) -> None:
+        """A forward and a backward: `fompi.plans.plan.UserKernel` says what belongs to which."""
+        stage, i, other, j, read, written = args
+        overlap(
+            lambda: self._forward((stage, i), reads[:read], writes[:written]),
+            lambda: backward((other, j), reads[read:], writes[written:]),
+        )
 
     def _backward_input(self, args: Key, reads: Sequence[np.ndarray], writes: Sequence[np.ndarray]) -> None:
         result = self._by_number[args[0]].backward_input(self._saved.pop(args), self._gradient(args, reads))

@@ -1,7 +1,7 @@
 """A pipeline as a plan: `plan(schedule, ...)` returns a `fompi.Plan`, without MPI and without data.
 
 The kernels are those of the user (`fompi.plans.plan.UserKernel`): forward, backward, backward_input, backward_weight,
-each with the arguments <stage, micro-batch>. What travels has slots of its declared shape:
+each with the arguments <stage, micro-batch>. `forward_backward` is two of these calls side by side. What travels has slots of its declared shape:
 
 | buffer  | what it holds                                              | in use until                                 |
 |---------|------------------------------------------------------------|----------------------------------------------|
@@ -29,7 +29,7 @@ from fompi.base.errors import PlanError, ShapeError
 from fompi.base.layout import MOST_NBYTES, Sizes, integer, itemsize, nbytes, number
 from fompi.base.wires import wire_of
 from fompi.model.pipeline import rank_of, stages_of
-from fompi.parallel.orders import SCHEDULES, Action, Orders, order, placement_in
+from fompi.parallel.orders import BOTH, SCHEDULES, Action, Both, Orders, Step, order, parts, placement_in
 from fompi.plans.encoded import encoded
 from fompi.plans.kernels import Value, opaque, total
 from fompi.plans.plan import Buffer, Chunk, Compute, Op, Plan, Program, Programs, Recv, Send, UserKernel, Workspace
@@ -128,7 +128,7 @@ class EvaluationProblem(PipelineProblem):
 
 
 def plan(
-    schedule: str | Sequence[Sequence[Action | str]],
+    schedule: str | Sequence[Sequence[Step | str]],
     *,
     ranks: int,
     microbatches: int,
@@ -137,18 +137,20 @@ def plan(
     dtype: str = "float32",
     seconds: Mapping[str, float | Sequence[float]] | None = None,
     wire: str | None = None,
+    overlap_f_b: bool = False,
 ) -> Plan:
     """plan("1f1b", ranks=4, microbatches=8, activations=(16, 64)): who computes, sends and receives what.
 
-    `schedule` is as for `order`. `activations[s]` is the shape of what stage s hands on, for all stages but the last;
+    `schedule` and `overlap_f_b` are as for `order`. `activations[s]` is the shape of what stage s hands on, for all stages but the last;
     one shape is that of all stages. `seconds` are those of the actions F, B, I and W, for all stages or for each one.
-    They are needed to simulate the plan. B is I + W, if these two are given. `wire` is the form in which messages carry
+    They are needed to simulate the plan. B is I + W, if these two are given; a forward and a backward side by side take
+    as long as both, or as "OVERLAP_F_B" says, by the stage of the forward. `wire` is the form in which messages carry
     what is handed on (`fompi.base.wires`). Raises PlanError for an order that is
     wrong, and ShapeError or DtypeError for what is passed on.
     """
-    listed = order(schedule, ranks, microbatches, chunks)
+    listed = order(schedule, ranks, microbatches, chunks, overlap_f_b)
     shapes = _shapes(activations, ranks * chunks)
-    split = tuple(sorted((a.stage, a.microbatch) for actions in listed for a in actions if a.kind == "I"))
+    split = tuple(sorted((a.stage, a.microbatch) for steps in listed for a in parts(steps) if a.kind == "I"))
     name = schedule if isinstance(schedule, str) and schedule in SCHEDULES else "own order"
     where = placement_in(listed, chunks)
     problem = PipelineProblem("pipeline", ranks, dtype, microbatches, shapes, split, where, wire=wire_of(wire, dtype))
@@ -198,8 +200,11 @@ def _plan(problem: PipelineProblem, listed: Orders, name: str, seconds: Mapping[
             f"activations of the shapes {problem.activations} in {problem.dtype} are too large for any memory"
         )
     messages = _messages(listed, problem)
-    used = {action.kind for actions in listed for action in actions}
-    kernels = tuple(UserKernel(name, _seconds(kind, seconds, stages)) for kind, name in KERNELS.items() if kind in used)
+    used = {action.kind for steps in listed for action in parts(steps)}
+    pairs = sorted({step.backward.kind for steps in listed for step in steps if isinstance(step, Both)})
+    own = {k: UserKernel(name, _seconds(k, seconds, stages)) for k, name in KERNELS.items() if k in used}
+    both = (UserKernel(_beside(k), _seconds(BOTH, seconds, stages), (own["F"], own[k])) for k in pairs)
+    kernels = (*own.values(), *both)
 
     def write(rank: int) -> Program:
         needed = _Writer(problem, listed[rank], rank, messages, {})
@@ -209,6 +214,11 @@ def _plan(problem: PipelineProblem, listed: Orders, name: str, seconds: Mapping[
     sizes, programs = Sizes(rows=(0,) * ranks), Programs(ranks, write)
     plan = Plan(problem, name, (1,), sizes, programs, kernels=kernels, in_order=True)
     return encoded(plan, 1) if problem.wire else plan
+
+
+def _beside(kind: str) -> str:
+    """The name of the kernel of a forward beside a backward of this kind."""
+    return f"{KERNELS['F']}_{KERNELS[kind]}"
 
 
 def _shapes(activations: Sequence[Any], stages: int) -> tuple[Shape, ...]:
@@ -234,8 +244,8 @@ def _seconds(kind: str, seconds: Mapping[str, float | Sequence[float]], stages: 
     """The seconds of a kind of action, for all stages (one entry) or for each stage. Empty: they are not known."""
     if not isinstance(seconds, Mapping):
         raise PlanError(f"seconds={seconds!r} must map the actions F, B, I and W to their seconds")
-    if unknown := {*seconds} - {*KERNELS}:
-        raise PlanError(f"seconds has {sorted(unknown)}, but the actions are F, B, I and W")
+    if unknown := {*seconds} - {*KERNELS, BOTH}:
+        raise PlanError(f"seconds has {sorted(unknown)}, but the actions are F, B, I, W and {BOTH}")
     given = seconds.get(kind)
     if given is None:
         if kind == "B" and {"I", "W"} <= {*seconds}:
@@ -264,8 +274,8 @@ def _passes(action: Action, stages: int) -> Passed | None:
 def _messages(orders: Orders, problem: PipelineProblem) -> dict[tuple[int, int], list[Passed]]:
     """What travels from a rank to another one, in the order in which it is made."""
     found: defaultdict[tuple[int, int], list[Passed]] = defaultdict(list)
-    for rank, actions in enumerate(orders):
-        for action in actions:
+    for rank, steps in enumerate(orders):
+        for action in parts(steps):
             passed = _passes(action, problem.stages)
             if passed is not None and (dest := problem.rank_of(passed[1])) != rank:
                 found[rank, dest].append(passed)
@@ -282,12 +292,12 @@ class _Writer:
     def __init__(
         self,
         problem: PipelineProblem,
-        actions: Sequence[Action],
+        steps: Sequence[Step],
         rank: int,
         messages: Mapping[tuple[int, int], Sequence[Passed]],
         slots: Mapping[tuple[str, int], int],
     ):
-        self.problem, self.actions, self.rank = problem, actions, rank
+        self.problem, self.steps, self.rank = problem, steps, rank
         self.arriving = {source: deque(sent) for (source, dest), sent in messages.items() if dest == rank}
         self.work = problem.workspace(rank, 1)
         self.most: dict[tuple[str, int], int] = {}
@@ -299,8 +309,8 @@ class _Writer:
         self.ops: list[Op] = []
 
     def program(self) -> Program:
-        for action in self.actions:
-            self._write(action)
+        for step in self.steps:
+            self._write(parts([step]))
         return self.work.program(self.ops)
 
     def _shape(self, kind: str, stage: int) -> Shape:
@@ -334,16 +344,33 @@ class _Writer:
             self.ops.append(Recv(source, self._take(*arrived)))
         return self.held[wanted][1][:]
 
-    def _hand_on(self, action: Action) -> tuple[Chunk, int | None]:
-        """The slot for what the action hands on, and the rank to which it is sent (None: this one)."""
+    def _hand_on(self, action: Action) -> Chunk:
+        """The slot for what the action hands on to a stage here or on another rank."""
         passed = _passes(action, self.problem.stages)
         assert passed is not None
-        dest = self.problem.rank_of(passed[1])
-        if dest == self.rank:
-            return self._take(*passed), None
-        return self._take("o" if action.kind in "FE" else "e", action.stage, action.microbatch), dest
+        if self.problem.rank_of(passed[1]) == self.rank:
+            return self._take(*passed)
+        return self._take("o" if action.kind in "FE" else "e", action.stage, action.microbatch)
 
-    def _write(self, action: Action) -> None:
+    def _write(self, actions: Sequence[Action]) -> None:
+        """One action, or two that run side by side."""
+        calls = [self._call(action) for action in actions]
+        op = calls[0]
+        if len(calls) > 1:
+            counts = len(op.reads), len(op.writes)
+            reads, writes, args = (sum((getattr(c, n) for c in calls), ()) for n in ("reads", "writes", "args"))
+            op = Compute(_beside(actions[1].kind), reads, writes, (*args, *counts))
+        self.ops.append(op)
+        for action, call in zip(actions, calls, strict=True):
+            passed = _passes(action, self.problem.stages)
+            if passed is not None and (dest := self.problem.rank_of(passed[1])) != self.rank:
+                self.ops.append(Send(dest, call.writes[0]))
+                self._drop("o" if action.kind in "FE" else "e", action.stage, action.microbatch)
+        for action in actions:
+            self._drop_read(action)
+
+    def _call(self, action: Action) -> Compute:
+        """The call of an action. What it reads has arrived, and what it writes has slots."""
         stage, kind, i = action
         first, last = stage == 0, stage == self.problem.stages - 1
         reads: list[Chunk] = []
@@ -353,10 +380,9 @@ class _Writer:
             reads.append(self._arrive(("a", stage, i)))
         if kind in "BI":
             reads.append(self.held["s", stage, i][1][:])
-        writes, dest = [], None
+        writes = []
         if _passes(action, self.problem.stages) is not None:
-            passed, dest = self._hand_on(action)
-            writes.append(passed)
+            writes.append(self._hand_on(action))
         if kind == "F":
             writes.append(self._take("s", stage, i))
         elif kind == "I":
@@ -369,10 +395,12 @@ class _Writer:
                 reads.append(sum_so_far)
             self.begun.add(stage)
             writes.append(sum_so_far)
-        self.ops.append(Compute(KERNELS[kind], tuple(reads), tuple(writes), (stage, i)))
-        if dest is not None:
-            self.ops.append(Send(dest, writes[0]))
-            self._drop("o" if kind in "FE" else "e", stage, i)
+        return Compute(KERNELS[kind], tuple(reads), tuple(writes), (stage, i))
+
+    def _drop_read(self, action: Action) -> None:
+        """The slots that the action was the last one to read."""
+        stage, kind, i = action
+        first, last = stage == 0, stage == self.problem.stages - 1
         if kind in "BI":
             self._drop("s", stage, i)
         if kind in "BW":

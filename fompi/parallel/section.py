@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import perf_counter, sleep
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -44,10 +45,13 @@ _OPEN = _Open()
 
 
 class Section:
-    """Calls that belong together. Its kernels follow IEEE 754 without warnings or errors, as those of operations do."""
+    """Calls that belong together. Its kernels follow IEEE 754 without warnings or errors, as those of operations do.
 
-    def __init__(self, name: str):
-        self.name = name
+    Several threads may be in a shared one. The sections inside of it are in no order, so they end together with it.
+    """
+
+    def __init__(self, name: str, shared: bool = False):
+        self.name, self.shared = name, shared
         self.begun: dict[Channel, tuple[Communicator, int]] = {}  # with which call it began on each communicator
         self.error: BaseException | None = None  # by which it has ended
         self._around: Section | None = None  # of this thread
@@ -57,6 +61,9 @@ class Section:
 
     def __enter__(self) -> Section:
         self._around, _OPEN.section = _OPEN.section, self
+        self._ends_with: Section | None = None
+        if self._around is not None:
+            self._ends_with = self._around if self._around.shared else self._around._ends_with
         self._quiet.__enter__()
         return self
 
@@ -70,7 +77,7 @@ class Section:
             with comm.engine.lock:
                 channel.section, channel.lost, channel.left = outside, None, self
         if error is not None:
-            self._end_by(error)
+            (self._ends_with or self).end_by(error)
             for channel, (comm, _) in self.begun.items():
                 self._wait(comm, channel, LATE_SECONDS)
         else:
@@ -81,7 +88,7 @@ class Section:
         if self._around is not None:
             self._around.begin(comm, call)
         channel, first = comm.channel, comm.calls if call is None else call
-        if comm.size == 1 or channel in self.begun:
+        if comm.size == 1 or channel in self.begun or self._ends_with is not None:
             return
         with comm.engine.lock:
             self.begun[channel] = comm, first
@@ -113,7 +120,7 @@ class Section:
         error.add_note("fompi: this rank had done its part")
         for channel in self.begun:
             channel.owed = self
-        self._end_by(error)
+        self.end_by(error)
 
     def pay(self) -> BaseException | None:
         """The error that this rank has not seen yet. Now it has."""
@@ -121,11 +128,23 @@ class Section:
             channel.owed = None
         return self.error
 
-    def _end_by(self, error: BaseException) -> None:
+    @contextmanager
+    def in_this_thread(self) -> Iterator[None]:
+        """What this thread does belongs to the section, too."""
+        outside, _OPEN.section = _OPEN.section, self
+        try:
+            with np.errstate(all="ignore"):
+                yield
+        finally:
+            _OPEN.section = outside
+
+    def end_by(self, error: BaseException) -> None:
         """Tell the other ranks how far this one has come, and begin to bring the calls of all ranks in step.
 
         Where an agreement has ended by the error, all ranks raise it, in the same call. So nobody must hear of it.
         """
+        if self.error is not None:
+            return
         self.error = error
         for channel, (comm, first) in self.begun.items():
             if comm.closed or channel.broken is not None or getattr(error, "raised_by_all", None) is channel:

@@ -154,12 +154,33 @@ class UserKernel:
 
     `seconds[i]` is the time of a call with i as its first argument. One entry: the time of every call. Empty: the time
     is not known, and the plan cannot be simulated.
+
+    With `beside` a call is one call of each of these two kernels, side by side. Its results are theirs. Its arguments
+    are those of the first one, those of the second one (equally many), and how many chunks the first one reads and
+    writes. Without seconds of its own it takes as long as both.
     """
 
     name: str
     seconds: tuple[float, ...] = ()
+    beside: tuple[UserKernel, ...] = ()
+
+    def calls(self, op: Compute) -> list[Compute]:
+        """The calls of which `op` consists: itself, or those of the kernels in `beside`."""
+        if not self.beside:
+            return [op]
+        try:
+            (first, second), (*args, reads, writes) = self.beside, op.args
+        except ValueError as error:
+            raise PlanError(f"{op}: {self.name!r} takes the arguments of two kernels, and two counts") from error
+        half = len(args) // 2
+        return [
+            Compute(first.name, op.reads[:reads], op.writes[:writes], tuple(args[:half])),
+            Compute(second.name, op.reads[reads:], op.writes[writes:], tuple(args[half:])),
+        ]
 
     def seconds_of(self, op: Compute) -> float:
+        if self.beside and not self.seconds:
+            return sum(kernel.seconds_of(call) for kernel, call in zip(self.beside, self.calls(op), strict=True))
         if not self.seconds:
             raise PlanError(f"the seconds of the kernel {self.name!r} are not known: declare them to simulate the plan")
         if len(self.seconds) == 1:
@@ -461,12 +482,16 @@ def programs_from_json(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
             sizes = Sizes.grouped(data["sizes"]["runs"])
         order = tuple(tuple(map(int, dests)) for dests in data["order"])
         fields = {"schedule": data["schedule"], "shares": shares, "sizes": sizes, "window": data["window"]}
-        kernels = tuple(UserKernel(each["name"], tuple(each["seconds"])) for each in data.get("kernels", ()))
+        kernels = tuple(map(_kernel, data.get("kernels", ())))
         fields |= {"order": order, "kernels": kernels, "in_order": bool(data.get("in_order"))}
         fields["roundings"] = int(data.get("roundings", 0))
         return data["problem"], {**fields, "programs": programs}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PlanError(f"not the JSON of a plan: {type(error).__name__}: {error}") from error
+
+
+def _kernel(fields: dict[str, Any]) -> UserKernel:
+    return UserKernel(fields["name"], tuple(fields["seconds"]), tuple(map(_kernel, fields.get("beside", ()))))
 
 
 def _buffer(fields: dict[str, Any]) -> Buffer:

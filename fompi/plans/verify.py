@@ -372,8 +372,10 @@ class _Execution:
         """The ops that are done now that this op has started."""
         op = self.plan.programs[rank].ops[i]
         if isinstance(op, Compute):
-            if self.plan.kernel(op.kernel) is not None:
-                results = evaluate_opaque(op, lambda chunk: self._read(rank, i, chunk))
+            if (own := self.plan.kernel(op.kernel)) is not None:
+                results = []
+                for call in own.calls(op):
+                    results += evaluate_opaque(call, lambda chunk: self._read(rank, i, chunk))
             else:
                 results = evaluate(op, lambda chunk: self._operand(rank, i, op, chunk), (rank, i))
             self._write(rank, op.writes, results)

@@ -15,6 +15,7 @@ import fompi
 from fompi.backends.emulated import Emulated
 from fompi.base.errors import DtypeError, MismatchError, PeerError, PlanError, ShapeError, StateError, TensorError
 from fompi.model.pipeline import placement_of, stages_of
+from fompi.parallel.orders import parts
 from fompi.parallel.pipeline import SCHEDULES, Pipeline, order, plan
 
 pytestmark = pytest.mark.ranks(mpich=[2, 4], openmpi=[3])
@@ -140,7 +141,7 @@ def run(world, schedule, microbatches, chunks=1, kind=Linear, seed=0, steps=2, *
         assert gradients is None
     for number, stage in zip(held, stages, strict=True):
         np.testing.assert_allclose(stage.dw, weight_gradients[number], rtol=1e-10, atol=1e-13)
-    if schedule != "dualpipev":  # it has B, and I with W
+    if schedule != "dualpipev" and "overlap_f_b" not in how:  # it has B, and I with W
         kinds = 3 if schedule[0] == "z" else 2
         assert sum(event.is_compute for event in trace.events) == chunks * microbatches * kinds
     return stages, losses, gradients, trace
@@ -151,6 +152,17 @@ def run(world, schedule, microbatches, chunks=1, kind=Linear, seed=0, steps=2, *
 def test_the_results_are_those_of_one_process(world, schedule, microbatches):
     """With 1 micro-batch and several ranks there are more stages than micro-batches."""
     run(world, schedule, microbatches, seed=microbatches)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("eager-1f1b", 1), ("interleaved", 2), ("dualpipev", 2)])
+def test_a_forward_and_a_backward_side_by_side(world, schedule, chunks):
+    """A stage works in the order of the pairs, the forward of each pair first: nothing waits in these stages."""
+    stages, *_, trace = run(world, schedule, 9, chunks, steps=1, overlap_f_b=True)
+    assert any(event.name.startswith("forward_backward<") for event in trace.events)
+    held, *_ = where(world, schedule, chunks)
+    steps = parts(order(schedule, world.size, 9, chunks, overlap_f_b=True)[world.rank])
+    called = {"B": "IW"}  # B of such a stage has two parts
+    assert "".join(stages[0].calls) == "".join(called.get(a.kind, a.kind) for a in steps if a.stage == held[0])
 
 
 @pytest.mark.parametrize(("microbatches", "chunks"), [(1, 2), (4, 2), (5, 2), (6, 3)])

@@ -65,6 +65,10 @@ def routed(comm, times):
     return call
 
 
+def in_turns(*calls):
+    return lambda: [result for results in fompi.overlap(*calls) for result in results]
+
+
 def strategies(world, mesh, times=1.0):
     """name -> a call with its backward, on all ranks of `world`. Inputs are multiplied by `times`."""
     size, rank = world.size, world.rank
@@ -93,10 +97,15 @@ def strategies(world, mesh, times=1.0):
         "usp": tokens(world, usp_attention, mesh.axes, times, ring=mesh["ring"], ulysses=mesh["ulysses"]),
         "moe": forth_and_back(moe, times * drawn(4, 3, seed=rank), *weights, k=2, microbatches=2, comm=world),
         "route": routed(world, times),
+        "overlap": in_turns(
+            forth_and_back(moe, times * drawn(4, 3, seed=rank), *weights, k=2, comm=world),
+            tokens(world, ring_attention, {"ring": size}, times, comm=world),
+            forth_and_back(attention, x[own], wq[:, heads], wk[:, kv], wk[:, kv], wo[heads], **in_heads),
+        ),
     }
 
 
-NAMES = ("column", "row", "attention", "embedding", "cross entropy", "ring", "ulysses", "usp", "moe", "route")
+NAMES = ("column", "row", "attention", "embedding", "cross entropy", "ring", "ulysses", "usp", "moe", "route", "overlap")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 
 from fompi.base.errors import PlanError
 from fompi.model.pipeline import placement_of, predicted, rank_of, stages_of
-from fompi.parallel.orders import SCHEDULES, Action, alive, check, order, placement_in, times
+from fompi.parallel.orders import SCHEDULES, Action, Both, alive, check, order, parts, placement_in, times
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in (1, 2, 3, 5, 8, 12, 16, 24, 40)]
 CHUNKS = (2, 3, 4)
@@ -89,6 +89,37 @@ def test_the_formulas_with_messages(schedule, message):
                 continue  # no message has so much slack
             got = slowest(order(schedule, p, m, chunks), {}, message)
             assert got == pytest.approx(predicted(schedule, p, m, chunks, {}, message), rel=0.03), (p, m, chunks)
+
+
+def test_a_forward_and_a_backward_side_by_side():
+    assert texts(order("eager-1f1b", 2, 4, overlap_f_b=True)) == [
+        "0F0 0F1 0F2 (0F3;0B0)OVERLAP_F_B 0B1 0B2 0B3",
+        "1F0 (1F1;1B0)OVERLAP_F_B (1F2;1B1)OVERLAP_F_B (1F3;1B2)OVERLAP_F_B 1B3",
+    ]
+
+
+@pytest.mark.parametrize("schedule", ["eager-1f1b", "interleaved", "dualpipev"])
+def test_every_order_with_pairs_is_complete_and_ends(schedule):
+    """With one forward more ahead no time is lost. DualPipeV: (p - 1) (F&B + B - 3 W) is lost, as its paper says."""
+    for p in range(1, 8):
+        for m in range(1, 15):
+            for chunks in chunks_of(schedule):
+                listed = order(schedule, p, m, chunks, overlap_f_b=True)
+                plain = order(schedule, p, m, chunks)
+                assert [sorted(map(str, parts(a))) for a in listed] == [sorted(map(str, a)) for a in plain]
+                if m < 2 * p or (schedule == "interleaved" and m % p):
+                    continue
+                assert all(sum(isinstance(step, Both) for step in steps) >= m - 2 * p + 1 for steps in listed)
+                more = (p - 1) * (schedule == "dualpipev")
+                assert slowest(listed, {}) == slowest(plain, {}) + more
+                held = (alive(a)[0] - alive(b)[0] for a, b in zip(listed, plain, strict=True))
+                assert schedule == "dualpipev" or all(0 <= each <= 1 for each in held)
+
+
+def test_the_time_of_a_pair():
+    listed = order([["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"]], 1, 2)
+    assert times(listed).span(listed[0]) == 6 and times(listed, {"OVERLAP_F_B": 2.5}).span(listed[0]) == 5.5
+    assert listed[0][1] == Both(Action(0, "F", 1), Action(0, "B", 0)) and alive(listed[0]) == (2, 0)
 
 
 def test_what_is_alive():
@@ -171,6 +202,8 @@ REFUSED = [
     (["0F0 Q"], ["1F0 1B0"], "'Q' is not an action", 0, "Q"),
     (["0F0 (0F1;1B0)"], ["1F0 1B0"], "is not an action", 0, "(0F1;1B0)"),
     (["0F0 (0F1;1B0)OVERLAP_F_B"], ["1F0 1B0"], "1 micro-batches", 0, "0F1"),
+    (["(0F0;0B0)OVERLAP_F_B"], ["1F0 1B0"], "for the forward of micro-batch 0 at stage 0", 0, "(0F0;0B0)OVERLAP_F_B"),
+    (["(0B0;0F0)OVERLAP_F_B"], ["1F0 1B0"], "is not a forward and a backward", 0, "(0B0;0F0)OVERLAP_F_B"),
 ]
 
 
@@ -198,6 +231,8 @@ def test_a_deadlock_of_two_ranks_names_both():
         (("1f1b", 0, 2), "ranks=0 must be"),
         (("1f1b", 2, 0.5), "microbatches=0.5 must be"),
         (("1f1b", 2, 2, 0), "chunks=0 must be"),
+        (("1f1b", 2, 2, 1, True), "overlap_f_b is for eager-1f1b, interleaved, dualpipev: 1f1b leaves no room"),
+        (([["0F0", "0B0"]], 1, 1, 1, True), "lists what runs side by side"),
         (("1f1b", 2, 2, 2), "take 'interleaved'"),
         ((["0F0"], 1, 1), "an order is a list of actions for each rank"),
         ((7, 1, 1), "an order is a list of actions for each rank"),

@@ -42,6 +42,29 @@ def test_every_pipeline_is_right(schedule):
                 fompi.verify(made(schedule, p, m, chunks))
 
 
+@pytest.mark.parametrize("schedule", ["eager-1f1b", "interleaved", "dualpipev"])
+def test_pairs_of_a_forward_and_a_backward_are_right(schedule):
+    for p in (1, 2, 3, 4):
+        for m in (1, 2, 5, 9):
+            for chunks in chunks_of(schedule):
+                found = made(schedule, p, m, chunks, overlap_f_b=True, seconds={"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0})
+                fompi.verify(found)
+                seconds = fompi.simulate(found, fompi.Machine.load("gigabit")).seconds
+                listed = order(schedule, p, m, chunks, overlap_f_b=True)
+                assert seconds == pytest.approx(max(map(times(listed).span, listed)), rel=0.01)
+
+
+def test_a_pair_whose_calls_are_mixed_up_is_refused():
+    found = made("eager-1f1b", 2, 3, overlap_f_b=True)
+    ops = found.programs[1].ops
+    at = next(i for i, op in enumerate(ops) if isinstance(op, Compute) and op.kernel == "forward_backward")
+    *args, reads, writes = ops[at].args
+    for wrong in ((*args, reads, writes - 1), (*args[2:], *args[:2], reads, writes), (*args, reads)):
+        changed = replace(found.programs[1], ops=(*ops[:at], replace(ops[at], args=wrong), *ops[at + 1 :]))
+        with pytest.raises(PlanError):
+            fompi.verify(found.with_program(changed))
+
+
 @pytest.mark.parametrize("wire", WIRES)
 def test_pipelines_with_smaller_messages(wire):
     """What is handed on is rounded once. A stage gets elements of the dtype; without messages there is no wire."""
@@ -97,6 +120,8 @@ def test_text_and_json_give_the_plan_back():
     assert fields.pop("programs") == tuple(wanted.programs)
     assert all(getattr(wanted, name) == value for name, value in fields.items())
     assert fields["kernels"][2] == UserKernel("backward_weight", (1.0, 2.0, 3.0)) and fields["in_order"]
+    pairs = made("eager-1f1b", 2, 4, overlap_f_b=True)
+    assert programs_from_json(pairs.to_json())[1]["kernels"] == pairs.kernels
 
 
 def test_slots_are_as_many_as_are_alive():
@@ -136,7 +161,7 @@ def test_every_dtype(dtype):
         ({"activations": 5}, ShapeError, "must be shapes"),
         ({"activations": (1 << 40, 1 << 40)}, ShapeError, "too large"),
         ({"dtype": "float99"}, DtypeError, "float99"),
-        ({"seconds": {"Q": 1}}, PlanError, "the actions are F, B, I and W"),
+        ({"seconds": {"Q": 1}}, PlanError, "the actions are F, B, I, W and OVERLAP_F_B"),
         ({"seconds": {"F": -1}}, PlanError, "must be a number"),
         ({"seconds": {"F": [1, 2]}}, PlanError, "one for each of the 3 stages"),
     ],

@@ -1,0 +1,189 @@
+"""Functions in turns: what one has sent travels while another one computes.
+
+    y, dx = fompi.overlap(lambda: block(x), lambda: other.backward(dy))
+
+Each function has a thread of its own, and one of them runs at a time. Where it would wait for messages it lets the next
+one run (`give_way`).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import copy_context
+from typing import Any
+
+from fompi.base.doors import DOORS
+from fompi.base.errors import ArgumentError, PeerError
+from fompi.engine.communicator import Communicator
+from fompi.parallel.section import Section
+
+
+class _Here(threading.local):
+    """The turns in which this thread runs a function, and the number of that function."""
+
+    turns: Turns | None = None
+    number = 0
+    threads: ThreadPoolExecutor | None = None  # for the other functions
+
+
+_HERE = _Here()
+
+MOST = 32
+"""So many functions may run in turns."""
+
+
+class _Ended(PeerError):
+    """Ends a function because another one has raised an error."""
+
+
+class Turns:
+    """`functions` in turns, inside of `section`. Function 0 runs in the thread that calls `run`.
+
+    `calls[i]` is how many calls function i has begun. Function 0 begins its first call, then 1 its first one, and so
+    on, then 0 its second one: the order is the same on all ranks, whatever has arrived where. The strategies say where
+    they begin one (`call`). Another call is one if it takes a number of its communicator (`meet`): messages do not.
+    """
+
+    def __init__(self, functions: tuple[Callable[[], Any], ...], section: Section):
+        self.functions, self.section = functions, section
+        self.running, self.calls = [*range(len(functions))], [0] * len(functions)
+        self.error: BaseException | None = None
+        self._is_in_call = [False] * len(functions)
+        self._met: list[tuple[Communicator, int] | None] = [None] * len(functions)  # what may have begun since
+        self._gates = [threading.Lock() for _ in functions]  # function i waits for its turn by acquiring gate i again
+        for gate in self._gates:
+            gate.acquire()
+
+    def run(self) -> list[Any]:
+        """The results of all functions."""
+        modes = DOORS.modes_of_torch() if "torch" in sys.modules else nullcontext
+        engine = Communicator.of(None).engine
+        engine.gate = engine.gate or _meet
+        if _HERE.threads is None:
+            _HERE.threads = ThreadPoolExecutor(MOST - 1, "fompi.overlap")
+        start, numbers = _HERE.threads.submit, range(1, len(self.functions))
+        others = [start(copy_context().run, self._run, number, modes) for number in numbers]
+        results = [self._run(0, nullcontext), *(other.result() for other in others)]
+        if self.error is not None:
+            raise self.error
+        return results
+
+    def _run(self, number: int, modes: Callable[[], Any]) -> Any:
+        """The result of a function; None if it, or another one, raises an error."""
+        outside = _HERE.turns, _HERE.number
+        if number:
+            self._gates[number].acquire()
+        _HERE.turns, _HERE.number = self, number
+        try:
+            with modes(), self.section.in_this_thread():
+                self._look()
+                return self.functions[number]()
+        except BaseException as error:
+            if self.error is None:
+                self.error = error
+                self.section.end_by(error)
+            return None
+        finally:
+            _HERE.turns, _HERE.number = outside
+            self._count(number)
+            following = self._after(number)
+            self.running.remove(number)  # before another one runs
+            if following != number:
+                self._gates[following].release()
+
+    def give_way(self, number: int) -> None:
+        """The other functions run until it is the turn of this one again."""
+        self._count(number)
+        following = self._after(number)
+        if following != number:
+            self._gates[following].release()
+            self._gates[number].acquire()
+            self._look()
+
+    @contextmanager
+    def call(self, number: int) -> Iterator[None]:
+        """Inside, a function begins a call, whatever that needs."""
+        self._await_turn(number)
+        self._is_in_call[number] = True
+        yield
+        self._is_in_call[number] = False
+        self.calls[number] += 1
+
+    def meet(self, number: int, comm: Communicator) -> None:
+        """A call may begin on `comm`."""
+        if not self._is_in_call[number] and self._met[number] != (comm, comm.calls):
+            self._await_turn(number)
+            self._met[number] = comm, comm.calls
+
+    def _await_turn(self, number: int) -> None:
+        self._count(number)
+        while min((self.calls[other], other) for other in self.running) != (self.calls[number], number):
+            self.give_way(number)
+
+    def _count(self, number: int) -> None:
+        """Count the call that this function has met, if it has begun."""
+        met, self._met[number] = self._met[number], None
+        if met is not None and met[0].calls != met[1]:
+            self.calls[number] += 1
+
+    def _after(self, number: int) -> int:
+        """The function whose turn comes next."""
+        return self.running[(self.running.index(number) + 1) % len(self.running)]
+
+    def _look(self) -> None:
+        if self.error is not None:
+            raise _Ended(f"another function of fompi.overlap raised {type(self.error).__name__}", -1) from self.error
+
+
+def give_way() -> None:
+    """Let the other functions of `overlap` run, until it is the turn of this one again. Outside of it: nothing.
+
+    The strategies do this where they wait, and a function does it before it waits for an operation that it has started.
+    """
+    if _HERE.turns is not None:
+        _HERE.turns.give_way(_HERE.number)
+
+
+def in_turn() -> AbstractContextManager[None]:
+    """Inside, a call begins, on all ranks. It is the turn of this function of `overlap` to begin one."""
+    return nullcontext() if _HERE.turns is None else _HERE.turns.call(_HERE.number)
+
+
+def _meet(comm: Communicator) -> None:
+    if _HERE.turns is not None:
+        _HERE.turns.meet(_HERE.number, comm)
+
+
+def is_in_turns() -> bool:
+    """True inside of a function that `overlap` runs."""
+    return _HERE.turns is not None
+
+
+def overlap(*functions: Callable[[], Any]) -> list[Any]:
+    """[f() for f in functions], where the messages of one travel while another one computes.
+
+        y1, y2 = fompi.overlap(lambda: block(x1), lambda: block(x2))            # two halves of a batch
+        y, _ = fompi.overlap(lambda: model(x), lambda: loss.backward())         # a forward under a backward
+
+    The functions run in turns, one at a time: each until a strategy of `fompi.parallel`, or a module of
+    `fompi.torch.nn`, waits for messages. A call of an operation waits on its own: start it instead, then call
+    `fompi.parallel.turns.give_way()`, then wait.
+    Function 0 runs in this thread, the others in threads of their own, with the modes of this one (`torch.no_grad`,
+    autocast). Not for functions that jax.jit or torch.compile read.
+
+    Collective: all ranks pass functions that make the same calls. Two micro-batches at a time: DeepSeek-V3, section
+    3.2.1 (2412.19437). If a function raises an error the others end too, on all ranks, and the error is raised.
+    """
+    for f in functions:
+        if not callable(f):
+            raise ArgumentError(f"fompi.overlap: {f!r} is no function: pass lambda: ...")
+    if len(functions) > MOST:
+        raise ArgumentError(f"fompi.overlap: {len(functions)} functions, but at most {MOST} run in turns")
+    if len(functions) < 2:
+        return [f() for f in functions]
+    with Section("overlap", shared=True) as section:
+        return Turns(functions, section).run()
