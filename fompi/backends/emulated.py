@@ -75,6 +75,7 @@ class Emulated:
     def __init__(self, machine: Machine):
         self.machine = machine
         self._host = Numpy()
+        self.meanwhile: Callable[[], object] = _nothing  # called where the program waits for a kernel
         self._products, self._merges = KernelQueue(), KernelQueue()
 
     @property
@@ -109,6 +110,7 @@ class Emulated:
     def spend(self, flops: float, nbytes: float = 0.0, compute: Callable[[], object] = _nothing) -> None:
         """Run a kernel of this cost on the stream of products, and wait for its end. `compute` runs in its time."""
         token = self._on(self._products, compute, self.machine.kernel(flops, nbytes))(())
+        self.meanwhile()
         sleep(max(0.0, token.due - perf_counter()))
 
     def _on(self, stream: KernelQueue, compute: Callable[[], object], seconds: float) -> Callable[..., QueuedKernel]:

@@ -13,6 +13,7 @@ from fompi.backends.emulated import Emulated
 from fompi.bench.kernels import emulated
 from fompi.engine.communicator import Communicator
 from fompi.model.machine import Machine
+from fompi.parallel.turns import give_way
 
 Array = np.ndarray[Any, Any]
 
@@ -27,6 +28,7 @@ class Accelerator(Emulated):
 
     def __init__(self, comms: Iterable[Communicator]):
         super().__init__(INSTANT)
+        self.meanwhile = give_way  # the host is free while a kernel runs
         self.comms, self.serial, self.flops = [*comms], False, 0.0
 
     def use(self, flops_rate: float, serial: bool = False) -> None:

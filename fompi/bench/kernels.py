@@ -15,8 +15,13 @@ from fompi.parallel.activations import activate, activate_backward
 from fompi.parallel.arrays import add, product
 from fompi.parallel.attention import Rule, attend, attend_backward, merge
 from fompi.parallel.exchange import grouped, grouped_gradient
+from fompi.tensors.arena import Arena
 
 Array = np.ndarray[Any, Any]
+
+
+MEMORY = Arena(1 << 30)
+"""The memory of results. An accelerator has its own, which it does not ask the system for at each call."""
 
 
 class KernelWork(NamedTuple):
@@ -91,7 +96,7 @@ WORK: dict[Callable[..., Any], Callable[..., KernelWork]] = {
 def spend(accelerator: Emulated, kernel: Callable[..., Any], *args: Any) -> Any:
     """The kernel on the accelerator: its time passes, and the numbers of its results are undefined."""
     work, results = WORK[kernel](*args), list[Array]()
-    accelerator.spend(work.flops, work.nbytes, lambda: results.extend(np.zeros(*form) for form in work.results))
+    accelerator.spend(work.flops, work.nbytes, lambda: results.extend(MEMORY.take(*form) for form in work.results))
     return tuple(results) if len(results) > 1 else results[0] if results else None
 
 

@@ -28,6 +28,7 @@ from fompi.parallel.data import SGD, DataParallel
 from fompi.parallel.expert import experts_of, moe
 from fompi.parallel.sequence import Sharding, ring_attention, ulysses_attention, usp_attention
 from fompi.parallel.tensor import attention, column_parallel_linear, row_parallel_linear
+from fompi.parallel.turns import overlap
 from fompi.tuning.rounds import alternate
 
 Array = np.ndarray[Any, Any]
@@ -317,14 +318,10 @@ def experts(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
 
     Bound: the flow of these pieces through the port in, the experts and the port out.
     """
-    size, own = comm.size, len(experts_of(comm.rank, comm.size, EXPERTS))
-    router, at = np.eye(HIDDEN, EXPERTS, dtype=np.float32), np.arange(ROWS)
-    x = np.zeros((ROWS, HIDDEN), np.float32)
-    x[at, at % EXPERTS], x[at, (at + 1) % EXPERTS] = 2.0, 1.0  # the same work for all experts
-    w1, w2 = np.zeros((own, HIDDEN, FFN), np.float32), np.zeros((own, FFN, HIDDEN), np.float32)
+    size, tensors = comm.size, _experts(comm)
 
     def call() -> None:
-        moe(x, router, w1, w2, k=CHOSEN, comm=comm)
+        moe(*tensors, k=CHOSEN, comm=comm)
 
     def bound(t_c: float, t_m: float) -> float:
         arrive = [0.0, *[t_m / 2 / (size - 1)] * (size - 1), 0.0]
@@ -332,6 +329,32 @@ def experts(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
         return round_trip(arrive, compute, arrive) - t_c
 
     return StrategyCase("mixture of experts", "(Md + Mc) / G", (0.4, 0.6, 0.8, 1.0), call, bound)
+
+
+def _experts(comm: Communicator) -> list[Array]:
+    """x, router, w1 and w2. All experts have the same work."""
+    own, at = len(experts_of(comm.rank, comm.size, EXPERTS)), np.arange(ROWS)
+    router, x = np.eye(HIDDEN, EXPERTS, dtype=np.float32), np.zeros((ROWS, HIDDEN), np.float32)
+    x[at, at % EXPERTS], x[at, (at + 1) % EXPERTS] = 2.0, 1.0
+    return [x, router, np.zeros((own, HIDDEN, FFN), np.float32), np.zeros((own, FFN, HIDDEN), np.float32)]
+
+
+def experts_side_by_side(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
+    """The same layer: the forward of one micro-batch under the backward of another, which is twice as long.
+
+    Bound: nothing must be exposed while the messages of both, 2 (Md + Mc), take less than the kernels, 3 G.
+    """
+    tensors = _experts(comm)
+    y, saved = moe.forward(*tensors, k=CHOSEN, comm=comm)
+
+    def call() -> None:
+        overlap(lambda: moe(*tensors, k=CHOSEN, comm=comm), lambda: moe.backward(saved, y))
+
+    def bound(t_c: float, t_m: float) -> float:
+        return max(0.0, t_m - t_c)
+
+    title = "mixture of experts, forward under backward"
+    return StrategyCase(title, "(Md + Mc) / G", (0.6, 1.0), call, bound, lambda r: 2 / 3 * r)
 
 
 CASES: tuple[Callable[[Communicator, Accelerator], StrategyCase | None], ...] = (
@@ -345,4 +368,5 @@ CASES: tuple[Callable[[Communicator, Accelerator], StrategyCase | None], ...] = 
     ulysses_projections,
     usp,
     experts,
+    experts_side_by_side,
 )

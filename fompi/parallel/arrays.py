@@ -210,6 +210,24 @@ def enter_backward(name: str, saved: Any, dy: Any) -> Array:
     return array
 
 
+def memory(comm: Communicator, shape: tuple[int, ...], dtype: Any) -> Array:
+    """`np.empty(shape, dtype)`, in memory that the process has used before: new memory costs as much as a copy."""
+    array: Array = comm.engine.arena.take(shape, dtype)
+    return array
+
+
+def zeros(comm: Communicator, shape: tuple[int, ...], dtype: Any) -> Array:
+    """`np.zeros(shape, dtype)`, in such memory."""
+    array = memory(comm, shape, dtype)
+    array.fill(0)
+    return array
+
+
+def gathered(comm: Communicator, rows: Array, numbers: Array) -> Array:
+    """rows[numbers]"""
+    return np.take(rows, numbers, 0, out=memory(comm, (len(numbers), *rows.shape[1:]), rows.dtype), mode="clip")
+
+
 def keywords_of(saved: Any) -> dict[str, Any]:
     """The keywords of an operation of the backward."""
     return {"dtype": saved.dtype, "comm": saved.comm, "wire": saved.wire}

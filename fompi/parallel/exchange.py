@@ -14,7 +14,7 @@ from fompi.base.layout import offsets, split
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_to_all
 from fompi.parallel.activations import ACTIVATIONS, activate, activate_backward
-from fompi.parallel.arrays import Array, arrived, borrow, start, transfer
+from fompi.parallel.arrays import Array, arrived, borrow, gathered, start, transfer
 from fompi.parallel.choices import Choice, experts_of
 from fompi.tensors.dlpack import Tensor
 
@@ -169,7 +169,7 @@ class Exchange:
         for slot in range(self.slot.max(initial=-1) + 1):
             at = np.flatnonzero(self.slot == slot)
             at = at[np.argsort(self.token[at])]  # a row of y occurs once in each slot, mostly all of them do
-            tokens, terms = self.token[at], values[at]
+            tokens, terms = self.token[at], gathered(self.comm, values, at)
             if weights is not None:
                 terms *= weights[tokens, slot][:, None]
             into = self.run if len(tokens) == self.run.stop - self.run.start else tokens

@@ -36,10 +36,13 @@ from fompi.parallel.arrays import (
     borrow,
     enter,
     enter_backward,
+    gathered,
     give,
     in_words,
+    memory,
     product,
     start_sum,
+    zeros,
 )
 from fompi.parallel.choices import (
     POLICIES,
@@ -119,24 +122,24 @@ class MicroBatch:
         layer, exchange = self.layer, self.exchange
         dtype, travels = layer.dtype, accumulator(layer.dtype)
         w1, w2 = layer.wide(layer.w1), layer.wide(layer.w2)
-        back = np.empty((len(exchange.token), w2.shape[2]), w2.dtype)
+        back = memory(layer.comm, (len(exchange.token), w2.shape[2]), w2.dtype)
 
         def compute(rows: Array, counts: Any) -> Array:
             batch, out = Batch.forward(widen(rows, dtype), counts, w1, w2, layer.activation)
             self.batches.append(batch)
             return out
 
-        x, token = layer.x.array, exchange.token
-        pending = exchange.go(x[token[exchange.away]], dtype)
+        x, token, comm = layer.x.array, exchange.token, layer.comm
+        pending = exchange.go(gathered(comm, x, token[exchange.away]), dtype)
         yield
         (first, first_counts), (last, last_counts) = self.halves
-        back[first] = compute(x[token[first]], first_counts)
+        back[first] = compute(gathered(comm, x, token[first]), first_counts)
         exchange.settle()
         answers = [
             exchange.answer(source, compute(arrived_from(pending, source), exchange.table[source]), travels)
             for source in exchange.sources
         ]
-        back[last] = compute(x[token[last]], last_counts)
+        back[last] = compute(gathered(comm, x, token[last]), last_counts)
         yield
         pending.wait()
         for answer in answers:
@@ -149,10 +152,10 @@ class MicroBatch:
         layer, exchange = self.layer, self.exchange
         travels = accumulator(layer.dtype)
         w1, w2 = layer.wide(layer.w1), layer.wide(layer.w2)
-        given = dy[exchange.token]
-        dweights[exchange.token, exchange.slot] = (given * self.back).sum(1)
+        comm, given = layer.comm, gathered(layer.comm, dy, exchange.token)
+        dweights[exchange.token, exchange.slot] = np.einsum("ij,ij->i", given, self.back)
         given *= layer.choice.weights[exchange.token, exchange.slot][:, None]
-        drows = np.empty((len(given), w1.shape[1]), given.dtype)
+        drows = memory(comm, (len(given), w1.shape[1]), given.dtype)
         terms = []
 
         def compute(batch: Batch, d: Array) -> Array:
@@ -160,7 +163,7 @@ class MicroBatch:
             terms.append((batch, d, dz))
             return out
 
-        pending = exchange.go(given[exchange.away], travels)
+        pending = exchange.go(gathered(comm, given, exchange.away), travels)
         yield
         (first, _), (last, _) = self.halves
         own_first, *others, own_last = self.batches
@@ -229,7 +232,7 @@ def _moe(
     ends = offsets(split(len(tx.array), int(microbatches)))
     layer.parts = [MicroBatch(layer, range(a, b)) for a, b in pairwise(ends)]
     layer.shape = (len(tx.array), t2.array.shape[2])
-    y = np.zeros(layer.shape, accumulator(tx.dtype))
+    y = zeros(group, layer.shape, accumulator(tx.dtype))
 
     def meanwhile() -> Iterator[None]:  # while the first rows travel
         if both is not None:
@@ -246,7 +249,7 @@ def _backward_rows(layer: Moe, dy: Any, use: Callable[[list[Term]], None], meanw
     """dx. `use` gets terms of the gradients of the experts, `meanwhile` gets what the replicated weights need."""
     array = enter_backward("moe", layer, dy)
     given = np.ascontiguousarray(widen(array, layer.dtype))  # products of strided tensors round differently
-    dx, dweights = np.zeros(layer.x.array.shape, given.dtype), np.zeros_like(layer.choice.shares)
+    dx, dweights = zeros(layer.comm, layer.x.array.shape, given.dtype), np.zeros_like(layer.choice.shares)
 
     def local() -> Iterator[None]:
         dlogits = choose_backward(layer.choice, dweights)
@@ -269,7 +272,7 @@ class LayerGradient:
 
     def __init__(self, layer: Moe):
         self.layer, dtype = layer, accumulator(layer.dtype)
-        self.dw1, self.dw2 = np.zeros(layer.w1.array.shape, dtype), np.zeros(layer.w2.array.shape, dtype)
+        self.dw1, self.dw2 = (zeros(layer.comm, w.array.shape, dtype) for w in (layer.w1, layer.w2))
         self.sums: list[Any] = []
 
     def add(self, terms: list[Term]) -> None:

@@ -101,8 +101,11 @@ def order(
             raise PlanError(f"{schedule} has {held} per rank; for {chunks} per rank take {other!r}")
         if overlap_f_b and schedule not in _OVERLAPPING:
             raise PlanError(f"overlap_f_b is for {', '.join(_OVERLAPPING)}: {schedule} leaves no room for it")
-        write = partial(_side_by_side, _OVERLAPPING[schedule]) if overlap_f_b else _ACTIONS[schedule]
-        listed = [[*write(rank, ranks, microbatches, chunks)] for rank in range(ranks)]
+        form = ranks, microbatches, chunks
+        if overlap_f_b:
+            listed = [[*_side_by_side(_OVERLAPPING[schedule], rank, *form)] for rank in range(ranks)]
+        else:
+            listed = [[*_ACTIONS[schedule](rank, *form)] for rank in range(ranks)]
     elif overlap_f_b:
         raise PlanError("an order of your own lists what runs side by side: '(0F1;1B0)OVERLAP_F_B'")
     else:
@@ -249,7 +252,7 @@ _ACTIONS = {
     "zbv": _zero_bubble_v,
     "dualpipev": _dual_pipe_v,
 }
-_OVERLAPPING = {
+_OVERLAPPING: dict[str, Callable[..., list[Action]]] = {
     "eager-1f1b": partial(_one_forward_one_backward, ahead=2, more=1),
     "interleaved": partial(_interleaved, more=1),
     "dualpipev": _dual_pipe_v,
@@ -322,7 +325,6 @@ def check(orders: Sequence[Sequence[Step]], ranks: int, microbatches: int, chunk
     stages, where = ranks * chunks, placement_in(orders, chunks)
     for rank, steps in enumerate(orders):
         seen: set[Action] = set()
-        actions = parts(steps)
         for step in steps:
             if isinstance(step, Both) and (step.forward.kind != "F" or step.backward.kind not in ("B", "I")):
                 raise PlanError(f"rank {rank}: {step} is not a forward and a backward", rank, None, str(step))

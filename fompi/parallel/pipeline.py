@@ -111,7 +111,9 @@ class Pipeline:
                 "seconds": seconds,
                 "wire": wire,
             }
-            self.plan: Plan = plan(schedule, overlap_f_b=overlap_f_b, **self._how)
+            if overlap_f_b:
+                schedule = order(schedule, size, microbatches, len(self.stages), overlap_f_b)
+            self.plan: Plan = plan(schedule, **self._how)
             self.problem: PipelineProblem = self.plan.problem
             self._by_number = dict(zip(self.problem.stages_of(rank), self.stages, strict=True))
             if backend is not None and not hasattr(backend, "asynchronous"):
@@ -127,7 +129,6 @@ class Pipeline:
             if by not in SCHEDULES:
                 by = "; ".join(" ".join(map(str, a)) for a in order(schedule, size, microbatches, len(self.stages)))
             text = f"{self.problem} with {self.problem.activations} by {by}, checked {checked}"
-            text += ", overlap_f_b" if overlap_f_b else ""
         except Exception as error:  # of any kind: the other ranks wait for this one
             refusal = error
         agree(self.comm, text, refusal)

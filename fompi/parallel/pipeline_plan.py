@@ -1,7 +1,8 @@
 """A pipeline as a plan: `plan(schedule, ...)` returns a `fompi.Plan`, without MPI and without data.
 
 The kernels are those of the user (`fompi.plans.plan.UserKernel`): forward, backward, backward_input, backward_weight,
-each with the arguments <stage, micro-batch>. `forward_backward` is two of these calls side by side. What travels has slots of its declared shape:
+each with the arguments <stage, micro-batch>. `forward_backward` is two of these calls side by side. What travels has
+slots of its declared shape:
 
 | buffer  | what it holds                                              | in use until                                 |
 |---------|------------------------------------------------------------|----------------------------------------------|
@@ -137,18 +138,17 @@ def plan(
     dtype: str = "float32",
     seconds: Mapping[str, float | Sequence[float]] | None = None,
     wire: str | None = None,
-    overlap_f_b: bool = False,
 ) -> Plan:
     """plan("1f1b", ranks=4, microbatches=8, activations=(16, 64)): who computes, sends and receives what.
 
-    `schedule` and `overlap_f_b` are as for `order`. `activations[s]` is the shape of what stage s hands on, for all stages but the last;
-    one shape is that of all stages. `seconds` are those of the actions F, B, I and W, for all stages or for each one.
-    They are needed to simulate the plan. B is I + W, if these two are given; a forward and a backward side by side take
-    as long as both, or as "OVERLAP_F_B" says, by the stage of the forward. `wire` is the form in which messages carry
-    what is handed on (`fompi.base.wires`). Raises PlanError for an order that is
-    wrong, and ShapeError or DtypeError for what is passed on.
+    `schedule` is as for `order`, or what it returns. `activations[s]` is the shape of what stage s hands on, for all
+    stages but the last; one shape is that of all stages. `seconds` are those of the actions F, B, I and W, for all
+    stages or for each one. They are needed to simulate the plan. B is I + W, if these two are given. A forward and a
+    backward side by side take as long as both, or as "OVERLAP_F_B" says, by the stage of the forward. `wire` is the
+    form in which messages carry what is handed on (`fompi.base.wires`). Raises PlanError for an order that is wrong,
+    and ShapeError or DtypeError for what is passed on.
     """
-    listed = order(schedule, ranks, microbatches, chunks, overlap_f_b)
+    listed = order(schedule, ranks, microbatches, chunks)
     shapes = _shapes(activations, ranks * chunks)
     split = tuple(sorted((a.stage, a.microbatch) for steps in listed for a in parts(steps) if a.kind == "I"))
     name = schedule if isinstance(schedule, str) and schedule in SCHEDULES else "own order"
@@ -173,7 +173,7 @@ def evaluation(
     rank 0 | 0 1 2 3 |           several stages of a rank: as many micro-batches as ranks go through one of them,
     rank 1 |   0 1 2 3 |         then through the next. In a V each goes on as soon as it can.
     """
-    listed = [
+    listed: Orders = [
         [
             Action(stage, "E", i)
             for first in range(0, microbatches, ranks)
@@ -183,7 +183,7 @@ def evaluation(
         for rank in range(ranks)
     ]
     if placement == "v":
-        listed = [sorted(actions, key=lambda a: (a.stage + a.microbatch, -a.stage)) for actions in listed]
+        listed = [[*sorted(parts(a), key=lambda a: (a.stage + a.microbatch, -a.stage))] for a in listed]
     given = {"E": (seconds or {})["F"]} if "F" in (seconds or {}) else {}
     shapes = _shapes(activations, ranks * chunks)
     problem = EvaluationProblem(

@@ -25,7 +25,7 @@ from fompi.parallel.section import Section
 class _Here(threading.local):
     """The turns in which this thread runs a function, and the number of that function."""
 
-    turns: Turns | None = None
+    turns: Alternation | None = None
     number = 0
     threads: ThreadPoolExecutor | None = None  # for the other functions
 
@@ -40,7 +40,7 @@ class _Ended(PeerError):
     """Ends a function because another one has raised an error."""
 
 
-class Turns:
+class Alternation:
     """`functions` in turns, inside of `section`. Function 0 runs in the thread that calls `run`.
 
     `calls[i]` is how many calls function i has begun. Function 0 begins its first call, then 1 its first one, and so
@@ -186,4 +186,4 @@ def overlap(*functions: Callable[[], Any]) -> list[Any]:
     if len(functions) < 2:
         return [f() for f in functions]
     with Section("overlap", shared=True) as section:
-        return Turns(functions, section).run()
+        return Alternation(functions, section).run()

@@ -81,9 +81,7 @@ def test_calls_have_one_order_on_all_ranks(world):
         return [each / world.size - 1 for each in found]
 
     for _ in range(5):
-        a, b, c, got = fompi.overlap(
-            lambda: sums(0, 6), lambda: sums(100, 3), lambda: sums(200, 8), lambda: experts(9)
-        )
+        a, b, c, got = fompi.overlap(lambda: sums(0, 6), lambda: sums(100, 3), lambda: sums(200, 8), lambda: experts(9))
         assert a == [*range(6)] and b == [*range(100, 103)] and c == [*range(200, 208)]
         assert same_bits(got, expected)
 

@@ -105,7 +105,10 @@ def strategies(world, mesh, times=1.0):
     }
 
 
-NAMES = ("column", "row", "attention", "embedding", "cross entropy", "ring", "ulysses", "usp", "moe", "route", "overlap")
+NAMES = (
+    *("column", "row", "attention", "embedding", "cross entropy", "ring", "ulysses", "usp", "moe", "route"),
+    "overlap",
+)
 
 
 @pytest.fixture(scope="module")

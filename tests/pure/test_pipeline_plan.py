@@ -47,15 +47,15 @@ def test_pairs_of_a_forward_and_a_backward_are_right(schedule):
     for p in (1, 2, 3, 4):
         for m in (1, 2, 5, 9):
             for chunks in chunks_of(schedule):
-                found = made(schedule, p, m, chunks, overlap_f_b=True, seconds={"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0})
+                listed = order(schedule, p, m, chunks, overlap_f_b=True)
+                found = made(listed, p, m, chunks, seconds={"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0})
                 fompi.verify(found)
                 seconds = fompi.simulate(found, fompi.Machine.load("gigabit")).seconds
-                listed = order(schedule, p, m, chunks, overlap_f_b=True)
                 assert seconds == pytest.approx(max(map(times(listed).span, listed)), rel=0.01)
 
 
 def test_a_pair_whose_calls_are_mixed_up_is_refused():
-    found = made("eager-1f1b", 2, 3, overlap_f_b=True)
+    found = made(order("eager-1f1b", 2, 3, overlap_f_b=True), 2, 3)
     ops = found.programs[1].ops
     at = next(i for i, op in enumerate(ops) if isinstance(op, Compute) and op.kernel == "forward_backward")
     *args, reads, writes = ops[at].args
@@ -120,7 +120,7 @@ def test_text_and_json_give_the_plan_back():
     assert fields.pop("programs") == tuple(wanted.programs)
     assert all(getattr(wanted, name) == value for name, value in fields.items())
     assert fields["kernels"][2] == UserKernel("backward_weight", (1.0, 2.0, 3.0)) and fields["in_order"]
-    pairs = made("eager-1f1b", 2, 4, overlap_f_b=True)
+    pairs = made(order("eager-1f1b", 2, 4, overlap_f_b=True), 2, 4)
     assert programs_from_json(pairs.to_json())[1]["kernels"] == pairs.kernels
 
 
