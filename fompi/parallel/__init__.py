@@ -9,6 +9,7 @@
 | `sequence` | long sequences: Ulysses, ring attention, and both together, on the shardings of `sharding` |
 | `expert` | a layer of experts; `choices`: who chooses which expert; `exchange`: rows that travel |
 | `route` | the parts of such a layer, for experts of the user; `expert` has them too |
+| `heads`, `ulysses`, `ring` | tokens for heads; the attention of a slice of heads; keys and values that go round |
 | `differentiable` | what they have in common: a forward, a backward, and the adapters of torch and JAX |
 | `attention` | attention of some queries over some keys, in tiles, on one rank |
 | `activations` | activations and their derivatives |

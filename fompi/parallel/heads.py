@@ -6,7 +6,7 @@ It is the all-to-all of Ulysses (arXiv 2309.14509), rank by rank: what has arriv
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from math import prod
 from typing import Any
@@ -18,28 +18,52 @@ from fompi.base.layout import offsets, split
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_to_all
 from fompi.ops.pending import Pending
-from fompi.parallel.arrays import Array, arrived, arrived_from, start, transfer
+from fompi.parallel.arrays import Array, arrived, arrived_from, memory, start, transfer
+
+LEAST_NBYTES = 1 << 18
+"""A message to one rank is not cut into smaller ones than this."""
+
+MOST_SLICES = 4
 
 
 @dataclass(frozen=True)
 class Deal:
-    """Which rank has which heads, and how many rows each rank has of a slice of the tokens."""
+    """Which rank has which heads: of all of them, or of slice number `part` of `parts`."""
 
     heads: int
     kv_heads: int
     comm: Communicator
     wire: str | None = None
+    part: int = 0
+    parts: int = 1
+
+    def slices(self, nbytes: int) -> list[Deal]:
+        """All heads, in slices of whole key/value heads of each rank. `nbytes`: a query head of one message."""
+        most = max(map(len, self.keys))
+        parts = min(most, MOST_SLICES, nbytes * max(map(len, self.queries)) // LEAST_NBYTES)
+        return [replace(self, part=part, parts=max(parts, 1)) for part in range(max(parts, 1))]
 
     @property
     def queries(self) -> list[range]:
-        first = offsets(split(self.heads, self.comm.size))
-        return [range(a, b) for a, b in pairwise(first)]
+        every, group = self._all_queries(), self.heads // self.kv_heads
+        found = []
+        for mine, keys in zip(every, self.keys, strict=True):
+            first, end = max(mine.start, keys.start * group), min(mine.stop, keys.stop * group)
+            found.append(range(first, max(first, end)))
+        return found
 
     @property
     def keys(self) -> list[range]:
         """The key/value heads that the query heads of each rank read."""
-        group = self.heads // self.kv_heads
-        return [range(mine[0] // group, mine[-1] // group + 1) if mine else range(0) for mine in self.queries]
+        group, found = self.heads // self.kv_heads, []
+        for mine in self._all_queries():
+            keys = range(mine[0] // group, mine[-1] // group + 1) if mine else range(0)
+            ends = offsets(split(len(keys), self.parts))
+            found.append(keys[ends[self.part] : ends[self.part + 1]])
+        return found
+
+    def _all_queries(self) -> list[range]:
+        return [range(a, b) for a, b in pairwise(offsets(split(self.heads, self.comm.size)))]
 
     @property
     def reads(self) -> list[int]:
@@ -55,6 +79,8 @@ class Deal:
 
 def query_heads(array: Array, deal: Deal, dtype: str) -> Pending:
     """Each rank gets its query heads of `array`, (tokens of this rank, all heads, width), of the tokens of all."""
+    if deal.parts > 1:
+        array = np.concatenate([array[:, heads.start : heads.stop] for heads in deal.queries], 1)
     how: dict[str, Any] = {"split_dim": 1, "concat_dim": 0, "counts": [*map(len, deal.queries)]}
     return start(all_to_all, array, dtype=dtype, comm=deal.comm, schedule="pairwise", wire=deal.wire, **how)
 
@@ -77,7 +103,7 @@ class ToHeads:
         self.arrays, self.rows, self.comm = arrays, rows, comm
         parts = [self._heads_of(rank) if rank != comm.rank else [] for rank in range(comm.size)]
         counts = [sum(part.size for part in of_rank) for of_rank in parts]
-        packed, first = np.empty(sum(counts), arrays[0][0].dtype), 0
+        packed, first = memory(comm, (sum(counts),), arrays[0][0].dtype), 0
         for part in chain.from_iterable(parts):
             packed[first : first + part.size].reshape(part.shape)[...] = part
             first += part.size

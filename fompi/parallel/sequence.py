@@ -15,32 +15,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from fompi.backends.half import narrow, widen
+from fompi.backends.half import widen
 from fompi.base.errors import LayoutError, ShapeError
-from fompi.base.layout import accumulator, offsets
+from fompi.base.layout import accumulator
 from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
 from fompi.parallel.arrays import (
     Array,
     arrived,
-    arrived_from,
     borrow,
     borrow_gradient,
     enter,
     give,
     in_words,
+    zeros,
 )
-from fompi.parallel.attention import Rule, attend, attend_backward, check_heads, merge
+from fompi.parallel.attention import Rule, check_heads
 from fompi.parallel.differentiable import Differentiable, Gradients
 from fompi.parallel.heads import Deal, Returns, ToHeads, query_heads, return_all
 from fompi.parallel.ring import AttentionRing
 from fompi.parallel.section import has_ended
 from fompi.parallel.sharding import LAYOUTS, Sharding, check_ranks, check_sharding, check_tokens, in_few_words
+from fompi.parallel.ulysses import Tokens, UlyssesSlice, one_after_another
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
 
@@ -168,22 +168,6 @@ def _ring_backward(saved: Saved, do: Any) -> Gradients:
 # -------------------------------------------------------------------------------------------------------- Ulysses
 
 
-@dataclass
-class UlyssesStep:
-    """What Ulysses keeps: the heads of this rank, in the order of `sources`. Arrays have the storage of q's dtype."""
-
-    deal: Deal
-    rows: list[int]
-    sources: list[int]  # this rank, and then the others in the order in which their tokens arrive
-    runs: list[slice]  # where the tokens of each of `sources` are
-    at: Array  # the positions of the tokens
-    q: Array
-    k: Array
-    v: Array
-    o: Array
-    lse: Array
-
-
 def _ulysses(
     q: Any,
     k: Any,
@@ -204,6 +188,7 @@ def _ulysses(
 
     An all-to-all gives each rank all tokens of some heads, as even as possible. The attention begins with the tokens
     that are there. The results of a rank's queries leave as soon as they have seen all keys, those of this rank last.
+    If messages are long, the heads of a rank are cut into slices, one after the other (`heads.Deal.slices`).
     A key/value head is on every rank that has one of its query heads. `wire` is the form in which messages carry
     elements, forward and backward (`fompi.base.wires`).
     Raises LayoutError, ShapeError or DtypeError on all ranks, or MismatchError if only other ranks refuse.
@@ -215,91 +200,32 @@ def _ulysses(
 
     group, saved, _ = enter("ulysses_attention", comm, check)
     saved.comms = (group,)
-    dtype, rank, (q, k, v) = saved.dtype, group.rank, (tensor.array for tensor in saved.tensors)
-    deal, rows = Deal(q.shape[1], k.shape[1], group, wire), sharding.rows
-    queries, keys, reads = deal.queries, deal.keys, deal.reads
-    to_heads = ToHeads([(q, queries), (k, keys), (v, keys)], rows, dtype, group, wire)
-
-    sources = [(rank - d) % group.size for d in range(group.size)]
-    ends = offsets(rows[source] for source in sources)
-    runs = [slice(a, b) for a, b in pairwise(ends)]
-    heads, kv_heads = len(queries[rank]), len(keys[rank])
-    at = np.concatenate([sharding.indices(source) for source in sources])
-    full_q = np.empty((ends[-1], heads, q.shape[2]), q.dtype)
-    full_k, full_v = (np.empty((ends[-1], kv_heads, x.shape[2]), q.dtype) for x in (k, v))
-    o = np.empty((ends[-1], heads, v.shape[2]), accumulator(dtype))
-    lse = np.empty(o.shape[:2], o.dtype)
-    result = np.zeros(saved.shape, o.dtype)
-    returns = Returns(rows, queries, result, dtype, group, wire)
-
-    def partial(of: slice, over: slice) -> tuple[Array, Array]:
-        q, k, v = (widen(x, dtype) for x in (full_q[of], full_k[over], full_v[over]))
-        return attend(q, k, v, reads, at[of], at[over], saved.rule)
-
-    def more(of: slice, over: slice) -> None:
-        merge(o[of], lse[of], *partial(of, over))
-
-    for number, (source, run) in enumerate(zip(sources, runs, strict=True)):
-        full_q[run], full_k[run], full_v[run] = to_heads.of(source)
-        o[run], lse[run] = partial(run, slice(0, run.stop))
-        if 0 < number < len(sources) - 1:
-            more(slice(0, run.start), run)
-    last = runs[-1]
-    for source, run in reversed([*zip(sources, runs, strict=True)]):  # the last source has seen all keys
-        if run is not last:
-            more(run, last)
-        returns.send(source, o[run])
-    to_heads.pending.wait()
-    saved.steps = UlyssesStep(deal, rows, sources, runs, at, full_q, full_k, full_v, narrow(o, dtype), lse)
-    returns.add()
+    arrays = [tensor.array for tensor in saved.tensors]
+    (_, heads, d), (_, kv_heads, e) = arrays[0].shape, arrays[2].shape
+    deal = Deal(heads, kv_heads, group, wire)
+    nbytes = max(sharding.rows) * (d + (d + e) * kv_heads // heads) * arrays[0].itemsize
+    tokens, result = Tokens.of(sharding, group.rank), zeros(group, saved.shape, accumulator(saved.dtype))
+    saved.steps = [UlyssesSlice(part, tokens, saved.rule, saved.dtype) for part in deal.slices(nbytes)]
+    for returns in one_after_another(
+        saved.steps, lambda part: part.fetch(*arrays), lambda part, arriving, then: part.forward(arriving, result, then)
+    ):
+        returns.add()
     return give(result, saved.tensors[0]), saved
 
 
 def _ulysses_backward(saved: Saved, do: Any) -> Gradients:
-    """Keys of other ranks have their gradients first, and leave; then the queries of other ranks; the own ones last."""
     array = _enter_backward("ulysses_attention", saved, do)
-    step, dtype, group, (tq, tk, _) = saved.steps, saved.dtype, saved.comms[0], saved.tensors
-    deal, rows, wide, runs = step.deal, step.rows, accumulator(saved.dtype), step.runs
-    pending = query_heads(array, deal, dtype)
-    q, k, v, o = (widen(a, dtype) for a in (step.q, step.k, step.v, step.o))
-    given = np.empty_like(o)
-    width = k.shape[2]
-    dq, dkv = np.zeros_like(q), np.zeros((*k.shape[:2], width + v.shape[2]), q.dtype)
-    own = deal.queries[group.rank]
-    given[runs[0]] = widen(array[:, own.start : own.stop], dtype)
-    sent = wide if deal.shares else dtype  # what is summed later travels in the dtype of sums
-    all_q = np.zeros(tq.array.shape, wide)
-    all_kv = np.zeros((*tk.array.shape[:2], dkv.shape[2]), wide)
-    queries = Returns(rows, deal.queries, all_q, dtype, group, saved.wire)
-    keys = Returns(rows, deal.keys, all_kv, sent, group, saved.wire)
-
-    def add(of: slice, over: slice) -> None:
-        gradients = attend_backward(q[of], k[over], v[over], o[of], step.lse[of], given[of],
-            deal.reads, step.at[of], step.at[over], saved.rule,
-        )  # fmt: skip
-        for into, gradient in zip((dq[of], dkv[over, :, :width], dkv[over, :, width:]), gradients, strict=True):
-            into += gradient
-
-    here, others = runs[0], slice(runs[0].stop, len(q))
-    last = len(runs) - 1
-    for number, (source, run) in enumerate(zip(step.sources, runs, strict=True)):
-        if number:
-            given[run] = widen(arrived_from(pending, source), dtype)
-        if number < last:
-            add(run, others)
-    for source, run in zip(step.sources[1:], runs[1:], strict=True):
-        add(runs[last], run)
-        keys.send(source, dkv[run])
-    for source, run in zip(step.sources[1:], runs[1:], strict=True):
-        add(run, here)
-        queries.send(source, dq[run])
-    add(here, here)
-    keys.send(group.rank, dkv[here])
-    queries.send(group.rank, dq[here])
-    pending.wait()
-    keys.add()
-    queries.add()
-    return _give((all_q, all_kv[..., :width], all_kv[..., width:]), saved)
+    group, (tq, tk, tv) = saved.comms[0], (tensor.array for tensor in saved.tensors)
+    all_q = zeros(group, tq.shape, accumulator(saved.dtype))
+    all_kv = zeros(group, (*tk.shape[:2], tk.shape[2] + tv.shape[2]), accumulator(saved.dtype))
+    for keys, queries in one_after_another(
+        saved.steps,
+        lambda part: part.fetch_gradient(array),
+        lambda part, arriving, then: part.backward(arriving, array, (all_kv, all_q), then),
+    ):
+        keys.add()
+        queries.add()
+    return _give((all_q, all_kv[..., : tk.shape[2]], all_kv[..., tk.shape[2] :]), saved)
 
 
 # ----------------------------------------------------------------------------------------------------------- both

@@ -5,6 +5,7 @@ import pytest
 from strategies import close, drawn, refused, same_bits, slopes, softmax_attention
 
 import fompi
+from fompi.parallel import heads
 from fompi.parallel.sequence import Sharding, ring_attention, ulysses_attention, usp_attention
 
 pytestmark = pytest.mark.ranks(mpich=[4], openmpi=[3])
@@ -72,6 +73,19 @@ def check(f, world, meshes, length, heads, kv_heads, layout="zigzag", cu_seqlens
 )
 def test_attention(f, world, meshes, case):
     check(f, world, meshes, **case)
+
+
+@pytest.mark.parametrize("case", [(13, 9, 9), (9, 12, 6), (11, 10, 2), (4, 5, 1)], ids=str)
+def test_long_messages_of_ulysses_travel_in_slices_of_the_heads(world, meshes, case, monkeypatch):
+    """Also where a rank has fewer key/value heads than there are slices, or shares one with another rank."""
+    length, query_heads, kv_heads = case
+    monkeypatch.setattr(heads, "LEAST_NBYTES", 1)
+    parts = heads.Deal(query_heads, kv_heads, world).slices(1000)
+    assert len(parts) == min(4, max(map(len, heads.Deal(query_heads, kv_heads, world).keys)))
+    for rank in range(world.size):
+        dealt = [head for part in parts for head in part.queries[rank]]
+        assert dealt == [*heads.Deal(query_heads, kv_heads, world).queries[rank]]
+    check(ulysses_attention, world, meshes, length, query_heads, kv_heads, causal=True, cu_seqlens=(0, 3, length))
 
 
 @pytest.mark.parametrize("f", STRATEGIES, ids=repr)
