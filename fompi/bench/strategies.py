@@ -195,7 +195,8 @@ def ring(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
 def ring_backward(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
     """Ring attention, backward: keys and values travel N - 1 times, their gradients N times. k: both, one step.
 
-    Bound: the last gradients travel home behind nothing; before that a step takes the longer of a and k.
+    Bound, with whole blocks: the last gradients travel home behind nothing; before that a step takes the longer of a
+    and k. fompi cuts the last ones into parts of the heads, so that less can be exposed.
     """
     q, k, v = _qkv(comm, TOKENS)
     sharding, size = Sharding(TOKENS, ring=comm.size), comm.size
@@ -216,7 +217,8 @@ def ring_backward(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
 def ulysses(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
     """Ulysses: the attention begins with the tokens that are there; the results of a rank leave once they are complete.
 
-    Bound: the flow of the N x N pieces of queries and keys through the port in, the attention and the port out.
+    Bound, with all heads of a rank at once: the flow of the N x N pieces of queries and keys through the port in, the
+    attention and the port out. fompi cuts the heads into slices, so that less can be exposed.
     """
     return _ulysses(comm, "Ulysses attention")
 

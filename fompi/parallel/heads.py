@@ -26,6 +26,12 @@ LEAST_NBYTES = 1 << 18
 MOST_SLICES = 4
 
 
+def parts_of(heads: int, nbytes: int) -> list[slice]:
+    """Parts of so many heads that travel in one message of `nbytes`, or in several: one for each part."""
+    ends = offsets(split(heads, max(1, min(heads, MOST_SLICES, nbytes // LEAST_NBYTES))))
+    return [slice(a, b) for a, b in pairwise(ends)]
+
+
 @dataclass(frozen=True)
 class Deal:
     """Which rank has which heads: of all of them, or of slice number `part` of `parts`."""
@@ -39,9 +45,8 @@ class Deal:
 
     def slices(self, nbytes: int) -> list[Deal]:
         """All heads, in slices of whole key/value heads of each rank. `nbytes`: a query head of one message."""
-        most = max(map(len, self.keys))
-        parts = min(most, MOST_SLICES, nbytes * max(map(len, self.queries)) // LEAST_NBYTES)
-        return [replace(self, part=part, parts=max(parts, 1)) for part in range(max(parts, 1))]
+        parts = len(parts_of(max(map(len, self.keys)), nbytes * max(map(len, self.queries))))
+        return [replace(self, part=part, parts=parts) for part in range(parts)]
 
     @property
     def queries(self) -> list[range]:

@@ -7,6 +7,7 @@ Results are merged by their log-sum-exp, in the dtype of sums (ring attention, a
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from fompi.base.layout import accumulator
 from fompi.engine.communicator import Communicator
 from fompi.parallel.arrays import Array, arrived, transfer
 from fompi.parallel.attention import Rule, attend, attend_backward, merge
+from fompi.parallel.heads import parts_of
 
 
 @dataclass
@@ -71,19 +73,29 @@ class AttentionRing:
         return o, RingStep(q, k, v, o, lse, at, reads)
 
     def backward(self, step: RingStep, do: Array) -> tuple[Array, Array, Array]:
-        """(dq, dk, dv) in the dtype of sums. The gradients of a block travel with it, and each rank adds its own."""
-        dtype, at = self.dtype, step.at
+        """(dq, dk, dv) in the dtype of sums. The gradients of a block travel with it, and each rank adds its own.
+
+        At the last step they travel home, behind nothing but each other: if they are long, slice by slice of the heads.
+        """
+        dtype, at, size = self.dtype, step.at, self.comm.size
         q, o, do = (widen(a, dtype) for a in (step.q, step.o, do))
-        dq, here, travels = np.zeros_like(q), at[self.comm.rank], None
-        for source, key, value in self._circle(step.k, step.v):
+        dq, here, heads = np.zeros_like(q), at[self.comm.rank], step.k.shape[1]
+        parts = parts_of(heads, max(map(len, at)) * step.k.shape[2] * q.itemsize * heads)
+        travelling: list[list[Any]] = []  # of each part: the sums of the keys and of the values
+        for number, (source, key, value) in enumerate(self._circle(step.k, step.v)):
             k, v = widen(key, dtype), widen(value, dtype)
-            more, *grown = attend_backward(q, k, v, o, step.lse, do, step.reads, here, at[source], self.rule)
-            dq += more
-            total = grown
-            if travels is not None:
-                total = [arrived(travel) for travel in travels]
-                for whole, part in zip(total, grown, strict=True):
-                    whole += part
-            travels = self._shift(accumulator(dtype), *total) if self.comm.size > 1 else None
-        dk, dv = total if travels is None else map(arrived, travels)
+            came, travelling = travelling, []
+            sums: list[Array] = []
+            for kv in parts if number == size - 1 else [slice(0, heads)]:
+                mine = slice(bisect_left(step.reads, kv.start), bisect_left(step.reads, kv.stop))
+                reads = [read - kv.start for read in step.reads[mine]]
+                of = q[:, mine], k[:, kv], v[:, kv], o[:, mine], step.lse[:, mine], do[:, mine]
+                more, *grown = attend_backward(*of, reads, here, at[source], self.rule)
+                dq[:, mine] += more
+                sums = sums or [arrived(each) for of_part in came for each in of_part]
+                for part, whole in zip(grown, sums, strict=False):
+                    part += whole[:, kv]
+                travelling.append(self._shift(accumulator(dtype), *grown) if size > 1 else grown)
+        home = [[arrived(each) for each in part] for part in travelling] if size > 1 else travelling
+        dk, dv = (np.concatenate(of_parts, 1) for of_parts in zip(*home, strict=True))
         return dq, dk, dv
