@@ -38,6 +38,9 @@ class Doors:
     traced: Callable[..., Any] = closed
     """(operation, args, options) -> the result, where torch.compile reads the call. `ops` -> `torch`."""
 
+    traced_strategy: Callable[..., Any] = closed
+    """(strategy, args, options) -> the result, where torch.compile reads the call. `parallel` -> `torch`."""
+
     strategy_of_torch: Callable[..., Any] = closed
     """(strategy, its tensors by name) -> the result, attached to autograd. `parallel` -> `torch`."""
 

@@ -103,7 +103,8 @@ def order(
             raise PlanError(f"overlap_f_b is for {', '.join(_OVERLAPPING)}: {schedule} leaves no room for it")
         form = ranks, microbatches, chunks
         if overlap_f_b:
-            listed = [[*_side_by_side(_OVERLAPPING[schedule], rank, *form)] for rank in range(ranks)]
+            apart = [schedule == "dualpipev" and rank == ranks - 1 for rank in range(ranks)]
+            listed = [[*_side_by_side(_OVERLAPPING[schedule], apart[rank], rank, *form)] for rank in range(ranks)]
         else:
             listed = [[*_ACTIONS[schedule](rank, *form)] for rank in range(ranks)]
     elif overlap_f_b:
@@ -260,8 +261,8 @@ _OVERLAPPING: dict[str, Callable[..., list[Action]]] = {
 """The orders with `overlap_f_b`."""
 
 
-def _side_by_side(write: Callable[..., list[Action]], r: int, p: int, m: int, v: int) -> Iterator[Step]:
-    """Each forward and the B of another micro-batch that follows it become one action.
+def _side_by_side(write: Callable[..., list[Action]], apart: bool, r: int, p: int, m: int, v: int) -> Iterator[Step]:
+    """Each forward and the B of another micro-batch that follows it become one action; if `apart`, not the first ones.
 
     As for so many micro-batches that no pair is cut short, without those that are not there.
     """
@@ -269,6 +270,7 @@ def _side_by_side(write: Callable[..., list[Action]], r: int, p: int, m: int, v:
     before: Action | None = None
     for action in [*write(r, p, n, v), None]:
         joins = before and action and before.kind + action.kind == "FB" and before.microbatch != action.microbatch
+        joins, apart = joins and not apart, apart and not joins
         there = [a for a in (before, action if joins else None) if a is not None and a.microbatch < m]
         if there:
             yield Both(*there) if len(there) == 2 else there[0]

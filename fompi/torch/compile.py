@@ -1,11 +1,11 @@
-"""torch.compile: a call of an operation is a node of its graph, and everything else that communicates is left alone.
+"""torch.compile: a call of an operation or a strategy is a node of its graph. All else that communicates is left alone.
 
-Programs do not call this file. An operation calls `traced` where the compiler reads it.
+Programs do not call this file. An operation calls `traced` where the compiler reads it, a strategy `traced_strategy`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import Parameter
 from typing import Any
 
@@ -17,7 +17,6 @@ from fompi.ops.messages import Transfer
 from fompi.ops.operation import Operation
 from fompi.ops.pending import Pending
 from fompi.parallel.differentiable import Differentiable
-from fompi.plans.meaning import MEANING
 from fompi.runtime.executor import Executor
 from fompi.torch import private
 from fompi.torch.operators import (
@@ -32,11 +31,11 @@ from fompi.torch.operators import (
     name_of,
     wanted,
 )
+from fompi.torch.strategy_operators import GROUPED, of_call
 from fompi.tuning.adaptive import Adaptive
 
 HIDDEN = (
     (Operation, ("start",)),
-    (Differentiable, ("__call__",)),
     (Pending, ("done", "wait")),
     (Transfer, ("done", "wait")),
     (Communicator, ("agree", "barrier")),
@@ -47,7 +46,6 @@ HIDDEN = (
 call: a call is a graph break.
 """
 
-EXPERTS = [name for name, meaning in MEANING.items() if meaning.grouped]
 CALLS = {name: operator.call for name, operator in OPERATORS.items()}
 EXCHANGES = [
     name for name, operator in OPERATORS.items() if operator.moves == "all_to_all" and "root" not in operator.own
@@ -73,6 +71,31 @@ def _outside(reason: str) -> Callable[..., Any]:
     return hidden
 
 
+def _strategy(f: Differentiable, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    return f(*args, **options)
+
+
+OUTSIDE_STRATEGY: dict[str, Callable[..., Any]] = {
+    reason: torch.compiler.disable(_strategy, reason=f"fompi communicates: {why}")
+    for reason, why in {
+        "unknown": "only the other ranks know the rows that come; fompi.parallel.expert.moe is a node",
+        "wrong": "these arguments are refused",
+        "tensor": "all tensors must be torch tensors",
+        "value": "an option is a tensor: pass a Python value",
+        "old": "torch before 2.12 cannot read a fompi.Communicator",
+    }.items()
+}
+"""The calls of strategies that are graph breaks, by the reason that the compiler reports."""
+
+
+def traced_strategy(f: Differentiable, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """What a call of a strategy is in the graph. The compiler reads this function."""
+    if not private.COMPILES_OBJECTS:
+        return OUTSIDE_STRATEGY["old"](f, args, options)
+    result, reason = of_call(f, args, options)
+    return result if reason is None else OUTSIDE_STRATEGY[reason](f, args, options)
+
+
 OUTSIDE = {
     "unknown": _outside("the compiler cannot know what fompi.send and fompi.recv bring; fompi.sendrecv is a node"),
     "out": _outside("out= is written by the call; leave it out"),
@@ -80,7 +103,8 @@ OUTSIDE = {
         "only the other ranks know how many rows the counts= of an all-to-all bring; leave counts= out if all are "
         "equal, or use fompi.torch.<operation>(..., counts=..., arriving=[the rows from each rank])"
     ),
-    "experts": _outside("only the other ranks know how many rows go to the experts of this rank"),
+    "experts": _outside("rows that go to experts take no gradient='replicated' and no arriving="),
+    "value": _outside("an option is a tensor: pass a Python value"),
     "tensor": _outside("all tensors must be torch tensors"),
     "old": _outside(
         "torch before 2.12 cannot read a fompi.Communicator: use fompi.torch.<operation>(..., comm=a group of torch)"
@@ -104,6 +128,9 @@ def traced(
     The compiler reads this function.
     """
     name, given = operation.name, dict(options)
+    if name in GROUPED and private.COMPILES_OBJECTS and gradient in (None, "sum") and arriving is None:
+        result, reason = of_call(GROUPED[name], args, options)
+        return result if reason is None else OUTSIDE[reason](operation, args, options, gradient, arriving)
     reason = why_outside(name, args, given, gradient, arriving)
     if reason is not None:
         return OUTSIDE[reason](operation, args, options, gradient, arriving)
@@ -118,7 +145,7 @@ def why_outside(
 ) -> str | None:
     """Make `given`, the keywords of a call, the arguments of its operator. If it cannot be one: a key of OUTSIDE."""
     if name not in CALLS:
-        return "experts" if name in EXPERTS else "unknown"
+        return "experts" if name in GROUPED else "unknown"
     if gradient is not None and gradient not in CONVENTIONS:
         return "wrong"
     if len(args) > len(POSITIONAL[name]):

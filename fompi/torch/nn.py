@@ -531,7 +531,7 @@ class MoE(torch.nn.Module):
         w1, w2 = (w.transpose(1, 2) for w in (self.experts.w1, self.experts.w2))
         shared = None if self.shared is None else (self.shared.w1.T, self.shared.w2.T)
         rows = x.flatten(0, -2) if x.dim() > 2 else x
-        moe = expert.moe.watched(self._note)
+        moe = expert.moe if torch.compiler.is_compiling() else expert.moe.watched(self._note)
         y: torch.Tensor = moe(rows, self.router.weight.T, w1, w2, shared, comm=self.comm, **self.options)
         return y.reshape(x.shape) if x.dim() > 2 else y
 

@@ -63,7 +63,7 @@ def name_of(comm: Any) -> str:
     return _NAMES[comm]
 
 
-def _named(name: str) -> Communicator:
+def named(name: str) -> Communicator:
     """The communicator with this name."""
     known = _NAMED.get(name)
     if known is None and name.startswith("fompi "):
@@ -195,7 +195,7 @@ class Operator:
         if options.get("slices"):
             slices = tuple(options["slices"])
             options["slices"] = len(slices) if slices == (1,) * len(slices) else slices
-        return OperatorCall(arguments, _named(comm), CallOptions(**options), gradient, arriving)
+        return OperatorCall(arguments, named(comm), CallOptions(**options), gradient, arriving)
 
     def __call__(self, arguments: Arguments, comm: Any, call_options: CallOptions, **options: Any) -> Any:
         """Call the operator with these Arguments."""
