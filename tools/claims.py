@@ -110,6 +110,7 @@ _STRATEGIES = {
     "Ulysses, N = 2": ("Ulysses attention, N = 2", "T_m / T_c", (0.5, 1)),
     "USP 2x2": ("USP 2x2", "T_m / T_c", (0.5,)),
     "experts": ("mixture of experts", "(Md + Mc) / G", (0.4, 0.6, 0.8, 1)),
+    "experts, two micro-batches": ("mixture of experts, forward under backward", "(Md + Mc) / G", (0.6, 1)),
 }
 """label -> the rows of `bench parallel`, and the ratios of each."""
 

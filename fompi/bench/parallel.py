@@ -37,9 +37,6 @@ Array = np.ndarray[Any, Any]
 
 FOMPI, SERIAL, KERNELS, MESSAGES = "fompi", "serial", "kernels alone", "messages alone"
 
-SLACK = 0.03
-"""What may be exposed beyond the bound, as a share of T_m."""
-
 
 def rows(comm: Communicator, options: Options) -> list[Row]:
     measured_rows: list[Row] = []
@@ -97,7 +94,9 @@ def measured(
     bound = case.bound(t_c, t_m) / t_m
     exposed = [(t - c) / t_m for t, c in zip(samples[FOMPI], samples[KERNELS], strict=True)]
     figures = [
-        Figure("exposed / messages", median(exposed), "", median_interval(exposed), most=bound + SLACK, limit=bound),
+        Figure(
+            "exposed / messages", median(exposed), "", median_interval(exposed), most=bound + case.slack, limit=bound
+        ),
         row.ratio(SERIAL, FOMPI, limit=(t_c + t_m) / (t_c + bound * t_m)),
     ]
     if cluster.shared:

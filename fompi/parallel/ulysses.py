@@ -6,7 +6,7 @@ the tokens of the next slice travel behind the attention of this one, and so do 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -52,8 +52,8 @@ class UlyssesSlice:
         arrays = [(q, deal.queries), (k, deal.keys), (v, deal.keys)]
         return ToHeads(arrays, self.tokens.rows, self.dtype, deal.comm, deal.wire)
 
-    def forward(self, arriving: ToHeads, result: Array, then: Callable[[], None]) -> Returns:
-        """The results, on their way to `result`. `then` is called when only the last tokens are on their way.
+    def forward(self, arriving: ToHeads, result: Array, then: Callable[[bool], None]) -> Returns:
+        """The results, on their way to `result`. `then` is told whether all tokens are here.
 
         The attention begins with the tokens that are there. The results of a rank's queries leave as soon as they have
         seen all keys, those of this rank last.
@@ -78,10 +78,10 @@ class UlyssesSlice:
         last = len(runs) - 1
         for number, (source, run) in enumerate(zip(tokens.sources, runs, strict=True)):
             self.q[run], self.k[run], self.v[run] = arriving.of(source)
-            if number == max(0, last - 1):
-                then()
+            then(number == last or arriving.pending.done())
             o[run], lse[run] = partial(run, slice(0, run.stop))
             if 0 < number < last:
+                then(arriving.pending.done())
                 more(slice(0, run.start), run)
         for source, run in reversed([*zip(tokens.sources, runs, strict=True)]):  # the last source has seen all keys
             if run is not runs[last]:
@@ -97,7 +97,7 @@ class UlyssesSlice:
         return query_heads(do, self.deal, self.dtype)
 
     def backward(
-        self, arriving: Pending, do: Array, into: tuple[Array, Array], then: Callable[[], None]
+        self, arriving: Pending, do: Array, into: tuple[Array, Array], then: Callable[[bool], None]
     ) -> tuple[Returns, Returns]:
         """The gradients, on their way to `into`: those of the keys with the values, and those of the queries.
 
@@ -126,8 +126,7 @@ class UlyssesSlice:
         for number, (source, run) in enumerate(zip(tokens.sources, runs, strict=True)):
             if number:
                 given[run] = widen(arrived_from(arriving, source), dtype)
-            if number == max(0, last - 1):
-                then()
+            then(number == last or arriving.done())
             if number < last:
                 add(run, others)
         for source, run in zip(tokens.sources[1:], runs[1:], strict=True):
@@ -144,12 +143,15 @@ class UlyssesSlice:
 
 
 def one_after_another(
-    slices: list[UlyssesSlice], fetch: Callable[[UlyssesSlice], Any], run: Callable[..., Any]
+    slices: Sequence[UlyssesSlice], fetch: Callable[[UlyssesSlice], Any], run: Callable[..., Any]
 ) -> list[Any]:
-    """[run(slice, fetch(slice), then) for slice in slices]: `then` fetches what the next slice needs."""
-    fetched = [fetch(slices[0])]
-    results = []
-    for number, each in enumerate(slices):
-        following = slices[number + 1 : number + 2]
-        results.append(run(each, fetched[number], lambda following=following: fetched.extend(map(fetch, following))))
+    """[run(slice, fetch(slice), then) for slice in slices]: the next slice is fetched at the first then(True)."""
+    fetched, results = [fetch(slices[0])], list[Any]()
+
+    def then(is_here: bool) -> None:
+        if is_here and len(results) + 1 == len(fetched) < len(slices):
+            fetched.append(fetch(slices[len(fetched)]))
+
+    for each in slices:
+        results.append(run(each, fetched[len(results)], then))
     return results
