@@ -161,6 +161,7 @@ CLAIMS = (
             *(
                 Pick(f"{label}: serial / fompi", f"^{what}, {re.escape(of)} = ", "^serial")
                 for label, (what, of, _) in _STRATEGIES.items()
+                if "micro-batches" not in label
             ),
             *(
                 Pick(f"pipeline, {name}: time / formula", "^pipeline", f"^{name}: ")

@@ -4,6 +4,7 @@
 |---|---|
 | `data` | data parallelism: buckets of gradients that leave during the backward, optimizers, ZeRO 1 to 3 |
 | `pipeline` | pipeline parallelism: orders of micro-batches, and stages that run in such an order |
+| `step_plan` | a whole step as one plan: gathers, stages, products with their messages, sums and updates |
 | `tensor` | tensor parallelism with sequence parallelism: linear layers, attention, vocabulary |
 | `linear`, `vocabulary` | its layers but attention; `tensor` has them too |
 | `sequence` | long sequences: Ulysses, ring attention, and both together, on the shardings of `sharding` |

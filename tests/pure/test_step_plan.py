@@ -1,0 +1,50 @@
+"""A whole training step as one plan: right for every mesh and order, and refused when a part of it is changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import fompi
+from fompi.base.errors import PlanError
+from fompi.parallel.orders import order
+from fompi.parallel.step_plan import plan
+from fompi.plans.plan import Compute
+
+SIZES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (3, 1, 2), (1, 3, 2), (2, 2, 2), (2, 4, 1)]
+
+
+def made(axes=(2, 2, 2), schedule="1f1b", microbatches=4, layers=(7, 5, 6, 3), **more):
+    how = {"mesh": dict(zip(("dp", "tp", "pp"), axes, strict=True)), "microbatches": microbatches, "layers": layers}
+    return plan(schedule, **{**how, "shape": (5, 3), "dtype": "float64", **more})
+
+
+@pytest.mark.parametrize("axes", SIZES, ids=str)
+def test_every_step_is_right(axes):
+    """Also with parameters and rows that do not divide, and with fewer micro-batches than stages."""
+    for schedule in ("gpipe", "1f1b", "eager-1f1b"):
+        for microbatches in (1, 2, 5):
+            fompi.verify(made(axes, schedule, microbatches))
+    if axes[2] == 2:
+        fompi.verify(made(axes, "interleaved", 4, (4, 0, 1, 2, 9), chunks=2))
+        fompi.verify(made(axes, order("eager-1f1b", 2, 5, overlap_f_b=True), 5))
+
+
+def test_a_step_that_leaves_something_out_is_refused():
+    found = made()
+    for rank in (0, 3, 5):
+        ops = found.programs[rank].ops
+        for i in range(0, len(ops), 5):
+            with pytest.raises(PlanError):
+                fompi.verify(found.with_program(replace(found.programs[rank], ops=(*ops[:i], *ops[i + 1 :]))))
+
+
+def test_a_step_whose_update_comes_too_early_is_refused():
+    """Before the last sum, or where another rank still needs the old parameters."""
+    found = made((2, 1, 1), microbatches=2)
+    ops = list(found.programs[0].ops)
+    at = next(i for i, op in enumerate(ops) if isinstance(op, Compute) and op.kernel == "update")
+    with pytest.raises(PlanError):
+        moved = (*ops[: at - 1], ops[at], ops[at - 1], *ops[at + 1 :])
+        fompi.verify(found.with_program(replace(found.programs[0], ops=moved)))
