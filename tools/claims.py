@@ -161,12 +161,14 @@ CLAIMS = (
             *(
                 Pick(f"{label}: serial / fompi", f"^{what}, {re.escape(of)} = ", "^serial")
                 for label, (what, of, _) in _STRATEGIES.items()
-                if "micro-batches" not in label
+                if label not in ("experts, two micro-batches", "USP 2x2", "Ulysses, N = 2")
             ),
             *(
                 Pick(f"pipeline, {name}: time / formula", "^pipeline", f"^{name}: ")
                 for name in ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipev")
             ),
+            Pick("a step as one plan: time beyond the bounds / time", "^a step as one plan", "^beyond"),
+            Pick("a step as one plan: time / simulated", "^a step as one plan", "simulated$"),
             Pick("TP beside DP, first come: exposed / alone", "^data beside tensor", "first come / alone"),
             Pick("TP beside DP, priorities: exposed / alone", "^data beside tensor", "priorities / alone"),
         ),

@@ -30,6 +30,7 @@ from fompi.bench.options import Options
 from fompi.bench.pipelines import pipelines
 from fompi.bench.strategies import CASES, StrategyCase
 from fompi.bench.two_axes import data_beside_tensor
+from fompi.bench.whole_step import whole_step
 from fompi.engine.communicator import Communicator
 from fompi.tuning.rounds import Figure, Row, alternate, median_interval
 
@@ -51,6 +52,8 @@ def rows(comm: Communicator, options: Options) -> list[Row]:
                         measured_rows.append(measured(comm, cluster, accelerator, case, ratio, options.rounds))
                     case.close()
         more = {"pipelines": pipelines}
+        if comm.size % 2 == 0:
+            more["a step as one plan"] = whole_step
         if comm.size > 2 and comm.size % 2 == 0:
             more["data beside tensor parallelism"] = data_beside_tensor
         measured_rows += [more[name](comm, cluster, options.rounds) for name in options.each([*more])]

@@ -258,6 +258,7 @@ class _StepWriter:
         self.dropped = deque[list[Chunk]]([[], []])
         self.weights: dict[int, list[Chunk]] = {}
         self.gradients: dict[int, list[Chunk]] = {}
+        self.summed: list[int] = []  # layers whose gradients are on their way
         self.kept: dict[tuple[int, int], dict[tuple[int, int], tuple[Chunk, Chunk]]] = {}
         self.held: dict[tuple[str, int, int], Halves] = {}
         self.done: defaultdict[int, int] = defaultdict(int)  # the backwards of each stage
@@ -268,6 +269,7 @@ class _StepWriter:
             running = [self._act(action) for action in parts([step])]
             while running:  # side by side: layer by layer in turns
                 running = [each for each in running if next(each, self) is not self]
+        self._update()
         return self.work.program(self.ops)
 
     # -- slots
@@ -363,8 +365,9 @@ class _StepWriter:
         self.done[stage] += 1
         for layer in reversed(problem.layers_of(stage)):
             dy = self._layer_back(layer, b, dy)
+            self._update()  # of layers whose sums have travelled meanwhile
             if self.done[stage] == problem.microbatches:
-                self._update(layer)
+                self._sum_gradients(layer)
             yield
         if stage:
             self._hand_on("dy", stage - 1, i, dy)
@@ -448,8 +451,8 @@ class _StepWriter:
             self.weights[layer] = [found[place] for place in range(self.problem.axes[0])]
         return self.weights[layer]
 
-    def _update(self, layer: int) -> None:
-        """The gradients leave for the ranks that keep the parameters, and this rank updates its own ones."""
+    def _sum_gradients(self, layer: int) -> None:
+        """The gradients leave for the ranks that keep the parameters, and those of the others come."""
         sums = self.gradients[layer]
         self.ops += [Send(rank, sums[place]) for place, rank in self._peers("dp")]
         own = sums[self.d]
@@ -457,5 +460,11 @@ class _StepWriter:
             term = self._take("r", self.work[own.buffer].row)
             self.ops += [Recv(rank, term), Compute("add", (own, term), (own,))]
             self._drop(term)
-        kept = self.work[f"p{layer}"][:]
-        self.ops.append(Compute("update", (own, kept), (kept,), (layer, self.d)))
+        self.summed.append(layer)
+
+    def _update(self) -> None:
+        """This rank updates its part of the layers that are summed. Kernels run in order: so not at once."""
+        for layer in self.summed:
+            own, kept = self.gradients[layer][self.d], self.work[f"p{layer}"][:]
+            self.ops.append(Compute("update", (own, kept), (kept,), (layer, self.d)))
+        self.summed.clear()

@@ -78,7 +78,7 @@ def test_strategies(mpirun, suite, ranks):
     rows = json.loads(done.stdout)["rows"]
     assert (
         len(rows)
-        == {"parallel": 11, "parallel --row data": 1, "step": 1, "ddp": 1, "c10d": 14, "decode": 3, "train": 4}[suite]
+        == {"parallel": 12, "parallel --row data": 1, "step": 1, "ddp": 1, "c10d": 14, "decode": 3, "train": 4}[suite]
     )
     for row in rows:
         assert all(min(samples) > 0 for samples in row["samples"].values()) and len(row["samples"]) >= 2

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import fompi
-from fompi.base.errors import PlanError
+from fompi.base.errors import LayoutError, PlanError
 from fompi.parallel.orders import order
 from fompi.parallel.step_plan import plan
 from fompi.plans.plan import Compute
@@ -41,10 +41,37 @@ def test_a_step_that_leaves_something_out_is_refused():
 
 
 def test_a_step_whose_update_comes_too_early_is_refused():
-    """Before the last sum, or where another rank still needs the old parameters."""
+    """Before the sum is complete, and where another rank still needs the old parameters."""
     found = made((2, 1, 1), microbatches=2)
-    ops = list(found.programs[0].ops)
+    ops = found.programs[0].ops
     at = next(i for i, op in enumerate(ops) if isinstance(op, Compute) and op.kernel == "update")
-    with pytest.raises(PlanError):
-        moved = (*ops[: at - 1], ops[at], ops[at - 1], *ops[at + 1 :])
-        fompi.verify(found.with_program(replace(found.programs[0], ops=moved)))
+    adds = [i for i, op in enumerate(ops) if isinstance(op, Compute) and op.kernel == "add"]
+    for before in (max(i for i in adds if i < at), 0):
+        moved = (*ops[:before], ops[at], *ops[before:at], *ops[at + 1 :])
+        with pytest.raises(PlanError):
+            fompi.verify(found.with_program(replace(found.programs[0], ops=moved)))
+
+
+def test_what_hides_in_a_step():
+    """Two layers, one micro-batch: the second gather, the first sum and an update hide."""
+    how = {"layers": (250, 250), "seconds": {"F": 1.0, "B": 2.0, "U": 0.5}, "dtype": "float32"}
+    link = replace(fompi.Machine.load("gigabit"), latency=0.0, bandwidth=500.0, overhead=0.0)  # a part takes 1 s
+    for axes, seconds in (((1, 1, 1), 7.0), ((2, 1, 1), 8.5)):
+        found = made(axes, microbatches=1, **how)
+        assert fompi.simulate(found, link).seconds == pytest.approx(seconds, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"mesh": {"cp": 2}}, LayoutError, "a step has dp, tp and pp"),
+        ({"mesh": {"dp": 0}}, LayoutError, "must be integers >= 1"),
+        ({"layers": (3,)}, LayoutError, "2 stages need a layer each"),
+        ({"layers": (3, -1)}, LayoutError, "2 stages need a layer each"),
+        ({"schedule": "zb-h1"}, PlanError, "whole backwards"),
+        ({"seconds": {"F": [1.0]}}, PlanError, "one for each of 4 layers"),
+    ],
+)
+def test_wrong_arguments(changes, error, words):
+    with pytest.raises(error, match=words):
+        made((1, 1, 2), **changes)
