@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 
 MICROBATCHES, LAYERS, PARAMETERS, SHAPE = 4, 4, 200_000, (256, 512)
 SECONDS = {"F": 0.030, "B": 0.060, "U": 0.002}
-ONE_PLAN, MOST_BEYOND, MOST_FROM_SIMULATION = "one plan", 0.03, 1.04
+ONE_PLAN, OTHER, MOST_BEYOND, MOST_FROM_SIMULATION = "one plan, 1f1b", "one plan, gpipe", 0.03, 1.04
 
 
 def mesh_of(size: int) -> dict[str, int]:
@@ -41,17 +41,21 @@ def whole_step(comm: Communicator, cluster: TcpHosts, rounds: int) -> Row:
     """
     mesh, mpi = mesh_of(comm.size), comm.link.comm
     how = {"microbatches": MICROBATCHES, "layers": [PARAMETERS] * LAYERS, "shape": SHAPE, "seconds": SECONDS}
-    made = plan("1f1b", mesh=mesh, **how)  # type: ignore[arg-type]
+    made, other = (plan(schedule, mesh=mesh, **how) for schedule in ("1f1b", "gpipe"))  # type: ignore[arg-type]
     d, _, _ = made.problem.place(comm.rank)
-    own = {f"p{n}": np.zeros(made.problem.shares(n)[d], np.float32) for n in made.problem.held(comm.rank)}
-    kernels = dict.fromkeys(KERNELS, _zeros)
-    with bind(made, comm=comm, kernels=kernels, backend=Emulated(INSTANT), **own) as step:
-        samples = alternate(mpi, {ONE_PLAN: step}, rounds, idle=cluster.idle)
+    own: dict[str, Any] = {
+        f"p{n}": np.zeros(made.problem.shares(n)[d], np.float32) for n in made.problem.held(comm.rank)
+    }
+    kernels, device = dict.fromkeys(KERNELS, _zeros), Emulated(INSTANT)
+    steps = [bind(each, comm=comm, kernels=kernels, backend=device, **own) for each in (made, other)]
+    samples = alternate(mpi, dict(zip((ONE_PLAN, OTHER), steps, strict=True)), rounds, idle=cluster.idle)
+    for step in steps:
+        step.close()
     layers = LAYERS // mesh["pp"]
     stage = {"F": layers * SECONDS["F"], "B": layers * SECONDS["B"], "I": 0.0, "W": 0.0}
     kernel_seconds = predicted("1f1b", mesh["pp"], MICROBATCHES, 1, stage) + layers * SECONDS["U"]
     limits = {"kernels and bubble": kernel_seconds}
-    figures: list[Figure] = []
+    figures = [Figure("gpipe / 1f1b", median(samples[OTHER]) / median(samples[ONE_PLAN]))]
     if not cluster.shared:
         part, rows = 4 * PARAMETERS // max(mesh["dp"], 1), 4 * SHAPE[0] * SHAPE[1]
         sizes = {"small": 64, "part": part, "rows": rows}
@@ -63,7 +67,7 @@ def whole_step(comm: Communicator, cluster: TcpHosts, rounds: int) -> Row:
         bound += 2 * seconds["part"] if mesh["dp"] > 1 else 0.0
         limits |= {"bounds of the parts": bound, "simulated": simulate(made, machine).seconds}
         taken = median(samples[ONE_PLAN])
-        figures = [
+        figures += [
             Figure("beyond the bounds / step", taken / bound - 1, most=MOST_BEYOND, limit=0.0),
             Figure("time / simulated", taken / limits["simulated"], most=MOST_FROM_SIMULATION, limit=1.0),
         ]

@@ -4,7 +4,7 @@
 |---|---|
 | `data` | data parallelism: buckets of gradients that leave during the backward, optimizers, ZeRO 1 to 3 |
 | `pipeline` | pipeline parallelism: orders of micro-batches, and stages that run in such an order |
-| `step_plan` | a whole step as one plan: gathers, stages, products with their messages, sums and updates |
+| `step`, `step_plan` | a whole step as one plan: gathers, stages, layers with their messages, sums and updates |
 | `tensor` | tensor parallelism with sequence parallelism: linear layers, attention, vocabulary |
 | `linear`, `vocabulary` | its layers but attention; `tensor` has them too |
 | `sequence` | long sequences: Ulysses, ring attention, and both together, on the shardings of `sharding` |
@@ -28,6 +28,6 @@ from typing import Any
 
 def __getattr__(name: str) -> Any:
     """Import a strategy at the first use of its name: `fompi.parallel.data`."""
-    if name in ("data", "pipeline", "tensor", "sequence", "expert"):
+    if name in ("data", "pipeline", "tensor", "sequence", "expert", "step"):
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -77,7 +77,7 @@ NEEDED = {
     for name, f in STRATEGIES.items()
 }
 TENSORS = {name: [p for p in PARAMETERS[name] if p in f.tensors or p in INTEGERS] for name, f in STRATEGIES.items()}
-RESULTS = {"all_reduce_rmsnorm": 2, "all_to_all_grouped_matmul_weight_gradient": 3}
+RESULTS = {"all_reduce_rmsnorm": 2, **{name: 3 for name in GROUPED if MEANING[name].keeps}}
 """How many results a call has, if not one."""
 
 
@@ -174,6 +174,19 @@ def _weights(given: dict[str, Any], k: Any, n: Any) -> torch.Tensor:
     return like.new_empty((here, k, n))
 
 
+def _grouped_results(name: str) -> Callable[[dict[str, Any]], list[Any]]:
+    """The results of an operation whose rows go to experts: rows that arrive, the gradient of weights, or both."""
+    meaning = MEANING[name]
+    if meaning.operand is None:
+        return lambda g: [_new_rows(g["x"], g, g["w"].shape[2])]
+    if not meaning.keeps:
+        return lambda g: [_weights(g, g["x"].shape[-1], g["h"].shape[-1])]
+    return lambda g: [
+        *(g["h"].new_empty((*g["h"].shape[:-1], n)) for n in (g["d"].shape[-1], g["w"].shape[2])),
+        _weights(g, g["h"].shape[-1], g["d"].shape[-1]),
+    ]
+
+
 SHAPES: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
     "column_parallel_linear": _column,
     "row_parallel_linear": lambda g: [
@@ -187,14 +200,7 @@ SHAPES: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
     "ring_attention": _attended,
     "ulysses_attention": _attended,
     "usp_attention": _attended,
-    "grouped_matmul_all_to_all": lambda g: [_new_rows(g["x"], g, g["w"].shape[2])],
-    "all_to_all_grouped_matmul": lambda g: [_new_rows(g["x"], g, g["w"].shape[2])],
-    "all_to_all_grouped_weight_gradient": lambda g: [_weights(g, g["x"].shape[-1], g["h"].shape[-1])],
-    "all_to_all_grouped_matmul_weight_gradient": lambda g: [
-        g["h"].new_empty((*g["h"].shape[:-1], g["d"].shape[-1])),
-        g["h"].new_empty((*g["h"].shape[:-1], g["w"].shape[2])),
-        _weights(g, g["h"].shape[-1], g["d"].shape[-1]),
-    ],
+    **{name: _grouped_results(name) for name in GROUPED},
 }
 """The arguments of a strategy -> tensors of the form of its results."""
 
