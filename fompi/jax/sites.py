@@ -15,12 +15,14 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from fompi.backends.numpy import Numpy
+from fompi.base.doors import DOORS
 from fompi.base.errors import DtypeError, PlanError, TensorError
 from fompi.base.layout import Extents
 from fompi.base.nested import flatten
@@ -115,15 +117,24 @@ class BoundSite(Site):
         gradient: str,
         refusal: Exception | None,
     ):
-        def localised() -> LocalCall:
-            ffi.register()
-            _check(operation, arguments, call_options)
-            super(BoundSite, self).__init__(operation, arguments, comm, call_options, gradient)
-            without_data = [dlpack.Lent(np.empty(f.shape, dlpack.STORAGE[f.dtype]), f.dtype) for f in self.given]
-            return localise(
-                operation.name, arguments.with_tensors(without_data), comm.rank, comm.size, call_options.wire
-            )
+        found: list[tuple[Arguments, LocalCall]] = []
 
+        def localised() -> LocalCall:
+            if not found:
+                ffi.register()
+                _check(operation, arguments, call_options)
+                super(BoundSite, self).__init__(operation, arguments, comm, call_options, gradient)
+                zeros = [dlpack.Lent(np.zeros(f.shape, dlpack.STORAGE[f.dtype]), f.dtype) for f in self.given]
+                filled = arguments.with_tensors(zeros)
+                found.append((filled, localise(operation.name, filled, comm.rank, comm.size, call_options.wire)))
+            return found[0][1]
+
+        if call_options.effort == "measure" and comm.size > 1 and call_options[:2] == ("auto", None):
+            with suppress(Exception):  # `decide` raises it on all ranks
+                localised()
+            if found:
+                schedule, slices = DOORS.measure(operation, *found[0], comm)
+                call_options = call_options._replace(schedule=schedule, slices=slices, effort="plan")
         words = [f"gradient={gradient}"] * (gradient != "sum") + [arguments.words] * (arguments.words != "")
         compared = "under jax.jit", " ".join(words)
         local, plan = decide(operation.name, localised, comm, call_options, *compared, refusal, packs=False)
@@ -291,5 +302,5 @@ def _check(operation: Operation[Any], arguments: Arguments, call_options: CallOp
         raise TensorError(f"fompi.{operation.name}: out= cannot be used under jax.jit: take the result")
     if call_options.certify:
         raise PlanError(f"fompi.{operation.name}: certify=True cannot be used under jax.jit")
-    if call_options.effort != "plan":
-        raise PlanError(f'fompi.{operation.name}: effort="measure" cannot be used under jax.jit: give schedule=')
+    if call_options.effort not in ("plan", "measure"):
+        raise PlanError(f"effort={call_options.effort!r}: effort must be 'plan' or 'measure'")

@@ -558,6 +558,18 @@ def test_the_cache_on_disk_holds_no_call_of_another_run(tp, tmp_path, monkeypatc
     assert entries[0] and entries[0] == entries[1]  # the second run found the program of the first one
 
 
+def test_a_schedule_that_is_measured(tp):
+    """When JAX traces the call: the program has the fastest schedule, forward and backward."""
+    x, w = jnp.arange(6.0).reshape(2, 3) + tp.rank, jnp.ones((3, 2)) * (1 + tp.rank)
+
+    def loss(x, w, **how):
+        return (fompi.jax.all_gather_matmul(x, w, comm=tp, **how) ** 2).sum()
+
+    expected = jax.value_and_grad(loss, (0, 1))(x, w)
+    for got in (jax.jit(jax.value_and_grad(functools.partial(loss, effort="measure"), (0, 1)))(x, w) for _ in range(2)):
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), got, expected)
+
+
 # ------------------------------------------------------------------------------------------------------------ errors
 
 
@@ -572,8 +584,10 @@ def test_errors_while_tracing(tp):
         traced(dim=7)
     with pytest.raises(fompi.TensorError, match=r"out= cannot be used under jax\.jit"):
         traced(out=np.ones((2 * tp.size, 4)))
-    with pytest.raises(fompi.PlanError, match="measure"):
-        traced(effort="measure")
+    with pytest.raises(fompi.PlanError, match="effort must be 'plan' or 'measure'"):
+        traced(effort="much")
+    with pytest.raises(fompi.ShapeError, match="no dimension dim=7"):
+        traced(effort="measure", dim=7)
     with pytest.raises(fompi.PlanError, match="no schedule 'nothing'"):
         traced(schedule="nothing")
     with pytest.raises(fompi.DtypeError, match=r"key<fry>: pass jax\.random\.key_data"):
