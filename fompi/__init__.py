@@ -91,7 +91,7 @@ from fompi.traces.trace import Trace
 from fompi.tuning.adaptive import Adaptive, bind
 
 if TYPE_CHECKING:
-    from fompi.parallel.turns import overlap
+    from fompi.parallel.turns import interleave
     from fompi.runtime.report import mark_step
     from fompi.tuning.calibrate import calibrate
 
@@ -102,7 +102,7 @@ __all__ = [
     "layouts", "verify", "simulate", "schedule", "staged",
     # running: communicators, bound operations, measurements
     "Communicator", "Mesh", "Pending", "BoundCall", "Stop", "Device", "DeviceArray", "bind", "Executor",
-    "Adaptive", "calibrate", "mark_step", "gather_traces", "timeline", "overlap",
+    "Adaptive", "calibrate", "mark_step", "gather_traces", "timeline", "interleave",
     # values
     "Spec", "Shard", "Replicate", "Partial", "Plan", "Machine", "Explanation", "Trace", "Proof",
     # errors and warnings
@@ -154,7 +154,7 @@ _PACKAGES = ("torch", "jax", "parallel", "plans", "model", "traces")
 _LATE = {
     "calibrate": "fompi.tuning.calibrate",
     "mark_step": "fompi.runtime.report",
-    "overlap": "fompi.parallel.turns",
+    "interleave": "fompi.parallel.turns",
 }
 """The modules of names that few programs use."""
 

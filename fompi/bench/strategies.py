@@ -28,7 +28,7 @@ from fompi.parallel.data import SGD, DataParallel
 from fompi.parallel.expert import experts_of, moe
 from fompi.parallel.sequence import Sharding, ring_attention, ulysses_attention, usp_attention
 from fompi.parallel.tensor import attention, column_parallel_linear, row_parallel_linear
-from fompi.parallel.turns import overlap
+from fompi.parallel.turns import interleave
 from fompi.tuning.rounds import alternate
 
 Array = np.ndarray[Any, Any]
@@ -352,7 +352,7 @@ def experts_side_by_side(comm: Communicator, accelerator: Accelerator) -> Strate
     y, saved = moe.forward(*tensors, k=CHOSEN, comm=comm)
 
     def call() -> None:
-        overlap(lambda: moe(*tensors, k=CHOSEN, comm=comm), lambda: moe.backward(saved, y))
+        interleave(lambda: moe(*tensors, k=CHOSEN, comm=comm), lambda: moe.backward(saved, y))
 
     def bound(t_c: float, t_m: float) -> float:
         return max(0.0, t_m - t_c)

@@ -25,7 +25,7 @@ from fompi.engine.handshake import agree
 from fompi.parallel.buckets import detached
 from fompi.parallel.orders import SCHEDULES, Action, Both, Step, order
 from fompi.parallel.pipeline_plan import PipelineProblem, evaluation, plan
-from fompi.parallel.turns import overlap
+from fompi.parallel.turns import interleave
 from fompi.plans.plan import Plan
 from fompi.runtime.binding import bind
 from fompi.runtime.executor import Executor
@@ -67,8 +67,8 @@ class Pipeline:
     (`fompi.backends.emulated`) every call takes them, whatever it takes on the host.
 
     With `overlap_f_b` a forward and the backward of another micro-batch run side by side, where the schedule allows it
-    (`order`): what a strategy of one of them has sent travels while the other computes (`fompi.overlap`). So a layer of
-    experts hides its messages across micro-batches. An order of your own says where: "(0F1;1B0)OVERLAP_F_B".
+    (`order`): what a strategy of one of them has sent travels while the other computes (`fompi.interleave`). So a layer
+    of experts hides its messages across micro-batches. An order of your own says where: "(0F1;1B0)OVERLAP_F_B".
 
     `wire` is the form in which messages carry activations and their gradients (`fompi.base.wires`). They are rounded
     once each. A stage gets tensors of `dtype` all the same.
@@ -307,7 +307,7 @@ class Pipeline:
     def _side_by_side(self, backward: Callable[..., None], args: tuple[int, ...], reads: Any, writes: Any) -> None:
         """A forward and a backward: `fompi.plans.plan.UserKernel` says what belongs to which."""
         stage, i, other, j, read, written = args
-        overlap(
+        interleave(
             lambda: self._forward((stage, i), reads[:read], writes[:written]),
             lambda: backward((other, j), reads[read:], writes[written:]),
         )

@@ -1,6 +1,6 @@
 """Functions in turns: what one has sent travels while another one computes.
 
-    y, dx = fompi.overlap(lambda: block(x), lambda: other.backward(dy))
+    y, dx = fompi.interleave(lambda: block(x), lambda: other.backward(dy))
 
 Each function has a thread of its own, and one of them runs at a time. Where it would wait for messages it lets the next
 one run (`give_way`).
@@ -64,7 +64,7 @@ class Alternation:
         engine = Communicator.of(None).engine
         engine.gate = engine.gate or _meet
         if _HERE.threads is None:
-            _HERE.threads = ThreadPoolExecutor(MOST - 1, "fompi.overlap")
+            _HERE.threads = ThreadPoolExecutor(MOST - 1, "fompi.interleave")
         start, numbers = _HERE.threads.submit, range(1, len(self.functions))
         others = [start(copy_context().run, self._run, number, modes) for number in numbers]
         results = [self._run(0, nullcontext), *(other.result() for other in others)]
@@ -136,11 +136,11 @@ class Alternation:
 
     def _look(self) -> None:
         if self.error is not None:
-            raise _Ended(f"another function of fompi.overlap raised {type(self.error).__name__}", -1) from self.error
+            raise _Ended(f"another function of fompi.interleave raised {type(self.error).__name__}", -1) from self.error
 
 
 def give_way() -> None:
-    """Let the other functions of `overlap` run, until it is the turn of this one again. Outside of it: nothing.
+    """Let the other functions of `interleave` run, until it is the turn of this one again. Outside of it: nothing.
 
     The strategies do this where they wait, and a function does it before it waits for an operation that it has started.
     """
@@ -149,7 +149,7 @@ def give_way() -> None:
 
 
 def in_turn() -> AbstractContextManager[None]:
-    """Inside, a call begins, on all ranks. It is the turn of this function of `overlap` to begin one."""
+    """Inside, a call begins, on all ranks. It is the turn of this function of `interleave` to begin one."""
     return nullcontext() if _HERE.turns is None else _HERE.turns.call(_HERE.number)
 
 
@@ -159,15 +159,15 @@ def _meet(comm: Communicator) -> None:
 
 
 def is_in_turns() -> bool:
-    """True inside of a function that `overlap` runs."""
+    """True inside of a function that `interleave` runs."""
     return _HERE.turns is not None
 
 
-def overlap(*functions: Callable[[], Any]) -> list[Any]:
+def interleave(*functions: Callable[[], Any]) -> list[Any]:
     """[f() for f in functions], where the messages of one travel while another one computes.
 
-        y1, y2 = fompi.overlap(lambda: block(x1), lambda: block(x2))            # two halves of a batch
-        y, _ = fompi.overlap(lambda: model(x), lambda: loss.backward())         # a forward under a backward
+        y1, y2 = fompi.interleave(lambda: block(x1), lambda: block(x2))            # two halves of a batch
+        y, _ = fompi.interleave(lambda: model(x), lambda: loss.backward())         # a forward under a backward
 
     The functions run in turns, one at a time: each until a strategy of `fompi.parallel`, or a module of
     `fompi.torch.nn`, waits for messages. A call of an operation waits on its own: start it instead, then call
@@ -180,10 +180,10 @@ def overlap(*functions: Callable[[], Any]) -> list[Any]:
     """
     for f in functions:
         if not callable(f):
-            raise ArgumentError(f"fompi.overlap: {f!r} is no function: pass lambda: ...")
+            raise ArgumentError(f"fompi.interleave: {f!r} is no function: pass lambda: ...")
     if len(functions) > MOST:
-        raise ArgumentError(f"fompi.overlap: {len(functions)} functions, but at most {MOST} run in turns")
+        raise ArgumentError(f"fompi.interleave: {len(functions)} functions, but at most {MOST} run in turns")
     if len(functions) < 2:
         return [f() for f in functions]
-    with Section("overlap", shared=True) as section:
+    with Section("interleave", shared=True) as section:
         return Alternation(functions, section).run()

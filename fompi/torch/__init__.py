@@ -6,6 +6,7 @@
 - `pipeline`: `fompi.torch.Pipeline`, whose stages are modules.
 - `autograd`: the node. `fompi.<operation>(...)` calls it by itself.
 - `operators`: the operations as operators of torch, for `torch.compile`. `fompi.torch.<operation>` calls them.
+- `strategy_operators`: the same for strategies, and for operations whose rows go to experts.
 - `compile`: what `torch.compile` reads of a call, and what it must not read.
 - `strategies`: a strategy of `fompi.parallel` as a node.
 - `parallel`: `fompi.torch.install`, fused operations for the tensor parallelism of torch.

@@ -66,7 +66,7 @@ def routed(comm, times):
 
 
 def in_turns(*calls):
-    return lambda: [result for results in fompi.overlap(*calls) for result in results]
+    return lambda: [result for results in fompi.interleave(*calls) for result in results]
 
 
 def strategies(world, mesh, times=1.0):
@@ -97,7 +97,7 @@ def strategies(world, mesh, times=1.0):
         "usp": tokens(world, usp_attention, mesh.axes, times, ring=mesh["ring"], ulysses=mesh["ulysses"]),
         "moe": forth_and_back(moe, times * drawn(4, 3, seed=rank), *weights, k=2, microbatches=2, comm=world),
         "route": routed(world, times),
-        "overlap": in_turns(
+        "interleave": in_turns(
             forth_and_back(moe, times * drawn(4, 3, seed=rank), *weights, k=2, comm=world),
             tokens(world, ring_attention, {"ring": size}, times, comm=world),
             forth_and_back(attention, x[own], wq[:, heads], wk[:, kv], wk[:, kv], wo[heads], **in_heads),
@@ -107,7 +107,7 @@ def strategies(world, mesh, times=1.0):
 
 NAMES = (
     *("column", "row", "attention", "embedding", "cross entropy", "ring", "ulysses", "usp", "moe", "route"),
-    "overlap",
+    "interleave",
 )
 
 

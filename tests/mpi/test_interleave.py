@@ -1,4 +1,4 @@
-"""`fompi.overlap`: functions in turns have the results that they have one after the other, and run where they may."""
+"""`fompi.interleave`: functions in turns have the results of one after the other, and run where they may."""
 
 import threading
 
@@ -42,7 +42,7 @@ def test_the_results_are_those_of_one_after_the_other(world):
     calls = [lambda: experts(1), lambda: linear(2), lambda: [*linear(3), *linear(4)], lambda: experts(5)]
     expected = [call() for call in calls]
     for _ in range(3):
-        for got, wanted in zip(fompi.overlap(*calls), expected, strict=True):
+        for got, wanted in zip(fompi.interleave(*calls), expected, strict=True):
             assert same_bits(got, wanted)
 
 
@@ -57,11 +57,13 @@ def test_one_function_runs_at_a_time_and_lets_the_others_run_where_it_waits(worl
             give_way()
         return name
 
-    assert fompi.overlap(lambda: count("a", 3), lambda: count("b", 1), lambda: count("c", 2)) == ["a", "b", "c"]
+    assert fompi.interleave(lambda: count("a", 3), lambda: count("b", 1), lambda: count("c", 2)) == ["a", "b", "c"]
     assert said == ["a0", "b0", "c0", "a1", "c1", "a2"]
-    inner = fompi.overlap(lambda: fompi.overlap(lambda: count("d", 2), lambda: count("e", 2)), lambda: count("f", 2))
+    inner = fompi.interleave(
+        lambda: fompi.interleave(lambda: count("d", 2), lambda: count("e", 2)), lambda: count("f", 2)
+    )
     assert inner == [["d", "e"], "f"]
-    assert fompi.overlap() == [] and fompi.overlap(lambda: 1) == [1]
+    assert fompi.interleave() == [] and fompi.interleave(lambda: 1) == [1]
 
 
 def test_calls_have_one_order_on_all_ranks(world):
@@ -81,16 +83,18 @@ def test_calls_have_one_order_on_all_ranks(world):
         return [each / world.size - 1 for each in found]
 
     for _ in range(5):
-        a, b, c, got = fompi.overlap(lambda: sums(0, 6), lambda: sums(100, 3), lambda: sums(200, 8), lambda: experts(9))
+        a, b, c, got = fompi.interleave(
+            lambda: sums(0, 6), lambda: sums(100, 3), lambda: sums(200, 8), lambda: experts(9)
+        )
         assert a == [*range(6)] and b == [*range(100, 103)] and c == [*range(200, 208)]
         assert same_bits(got, expected)
 
 
 def test_wrong_functions():
     with pytest.raises(fompi.ArgumentError, match="3 is no function"):
-        fompi.overlap(lambda: 1, 3)
+        fompi.interleave(lambda: 1, 3)
     with pytest.raises(fompi.ArgumentError, match="at most 32 run in turns"):
-        fompi.overlap(*[lambda: 1] * (MOST + 1))
+        fompi.interleave(*[lambda: 1] * (MOST + 1))
 
 
 def test_the_modes_of_torch_hold_in_all_functions(world):
@@ -98,11 +102,11 @@ def test_the_modes_of_torch_hold_in_all_functions(world):
         give_way()
         return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
 
-    assert fompi.overlap(seen, seen) == [(True, False, False)] * 2
+    assert fompi.interleave(seen, seen) == [(True, False, False)] * 2
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert fompi.overlap(seen, seen) == [(False, False, True)] * 2
+        assert fompi.interleave(seen, seen) == [(False, False, True)] * 2
     with torch.inference_mode():
-        assert fompi.overlap(seen, seen) == [(False, True, False)] * 2
+        assert fompi.interleave(seen, seen) == [(False, True, False)] * 2
 
 
 def model(comm, seed):
@@ -118,7 +122,7 @@ def test_a_forward_of_torch_under_a_backward(world):
         layer.zero_grad()
         loss = layer(x1).square().sum()
         if together:
-            y, _ = fompi.overlap(lambda: layer(x2), loss.backward)
+            y, _ = fompi.interleave(lambda: layer(x2), loss.backward)
         else:
             loss.backward()
             y = layer(x2)
