@@ -11,17 +11,26 @@ the same buckets, and their gradients are compared before the timing.
 | `compute alone`     | forward and backward without messages; `backward alone` is a part of it        |
 | `messages alone`    | the all-reduces of all buckets                                                 |
 
-Of k buckets the last one is full when the backward ends, and the first one after a k-th of it. So a backward can hide
-(k - 1) / k of the messages or of itself, whichever is less: `hidden` is the share of that which is hidden.
+Of k buckets the first one is full after a k-th of the backward, and the last one when it ends. So no step is shorter
+than either of two bounds:
+
+- the wire: forward, a k-th of the backward, and all messages;
+- the cores: compute, the host time of the messages of k - 1 buckets, and the messages of the last one. Host time is
+  what messages in the background add to kernels that last longer than the messages.
+
+`hidden` is the share of what the larger bound lets a step hide that is hidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
+
+import numpy as np
 
 import fompi
 from fompi.base.errors import FompiError
@@ -32,7 +41,7 @@ from fompi.bench.rivals import steps
 from fompi.bench.rivals.gloo import Gloo
 from fompi.bench.step import blocks, compare
 from fompi.engine.communicator import Communicator
-from fompi.tuning.rounds import Figure, Row, alternate
+from fompi.tuning.rounds import Figure, Row, alternate, of_all_ranks
 
 BUCKET_MB = 1
 
@@ -66,8 +75,8 @@ MODELS = (
 
 GLOO, GROUP, OURS = "gloo", "fompi", "fompi.torch"
 COMPUTE, BACKWARD, MESSAGES = "compute alone", "backward alone", "messages alone"
-AT_BALANCE, LEAST_AT_BALANCE, LEAST_HIDDEN = (0.8, 1.25), 1.3, 0.9
-"""Balance: compute / messages in this range. There fompi shall be so many times as fast as gloo."""
+BESIDE, KERNELS = "messages beside kernels", "the same kernels"
+LEAST_HIDDEN = 0.9
 
 
 def rows(comm: Communicator, options: Options) -> list[Row]:
@@ -100,36 +109,50 @@ def measured(comm: Communicator, cluster: TcpHosts, group: Any, model: Blocks, r
     models = {name: made() for name in (GLOO, GROUP, OURS, COMPUTE)}
     ours = DistributedDataParallel(models[OURS], comm, bucket_nbytes=BUCKET_MB << 20)
     backward = _Timed(models[COMPUTE], x)
+    messages = partial(_all_reduces, comm, model)
     calls: dict[str, Callable[[], Any]] = {
         GLOO: steps.data_parallel(models[GLOO], x, bucket_cap_mb=BUCKET_MB),
         GROUP: steps.data_parallel(models[GROUP], x, bucket_cap_mb=BUCKET_MB, process_group=group),
         OURS: partial(_step, ours, x),
         COMPUTE: backward,
-        MESSAGES: partial(_all_reduces, comm, model),
+        MESSAGES: messages,
     }
     for call in calls.values():
         call()
+    seconds = of_all_ranks(comm.link.comm, np.array([_seconds(messages), _seconds(backward)])).max(axis=0)
+    repeats = int(1.5 * seconds[0] / seconds[1]) + 1  # so kernels last longer than the messages beside them
+    calls[KERNELS] = partial(_repeated, backward, repeats)
+    calls[BESIDE] = partial(_all_reduces, comm, model, calls[KERNELS])
     gradients = {name: [p.grad for p in models[name].parameters()] for name in (GLOO, GROUP, OURS)}
     for name in (GROUP, OURS):
         compare(comm, f"gloo and {name}", gradients[name], gradients[GLOO])
     backward.seconds.clear()
     samples = alternate(comm.link.comm, calls, rounds, idle=cluster.idle)
+    host = median([a - b for a, b in zip(samples.pop(BESIDE), samples.pop(KERNELS), strict=True)])
     row = Row(str(model), str(cluster), samples, base=GROUP, progress=f"{progress(comm)}; gloo: threads")
-    return Row(**{**vars(row), "figures": _figures(row, model, median(backward.seconds), cluster.shared)})
+    limits = _limits(row, model.buckets, median(backward.seconds), host)
+    figures = _figures(row, max(limits.values()), cluster.shared)
+    figures[1:1] = [Figure(BACKWARD, 1e3 * median(backward.seconds), "ms"), Figure("host time", 1e3 * host, "ms")]
+    return replace(row, limits=limits, figures=figures)
 
 
-def _figures(row: Row, model: Blocks, backward: float, is_shared: bool) -> list[Figure]:
+def _limits(row: Row, buckets: int, backward: float, host: float) -> dict[str, float]:
+    """The two bounds of a step."""
     compute, messages = row.median(COMPUTE), row.median(MESSAGES)
-    least_hidden = None if is_shared else LEAST_HIDDEN
-    is_balanced = AT_BALANCE[0] <= compute / messages <= AT_BALANCE[1]
-    least = None if is_shared else LEAST_AT_BALANCE if is_balanced else 1.0
-    figures = [Figure("compute / messages", compute / messages), Figure(BACKWARD, 1e3 * backward, "ms")]
-    hideable = (1 - 1 / model.buckets) * min(messages, backward)
+    return {
+        "the wire": compute - backward * (1 - 1 / buckets) + messages,
+        "the cores": compute + host * (1 - 1 / buckets) + messages / buckets,
+    }
+
+
+def _figures(row: Row, bound: float, is_shared: bool) -> list[Figure]:
+    alone = row.median(COMPUTE) + row.median(MESSAGES)
+    figures = [Figure("compute / messages", row.median(COMPUTE) / row.median(MESSAGES))]
     for name in (GROUP, OURS):
-        figures.append(row.ratio(GLOO, name, least=least))
-        if model.buckets > 1:
-            hidden = (compute + messages - row.median(name)) / hideable
-            figures.append(Figure(f"{name}: hidden", hidden, least=least_hidden))
+        figures.append(row.ratio(GLOO, name, least=None if is_shared else 1.0, limit=row.median(GLOO) / bound))
+        hidden = (alone - row.median(name)) / (alone - bound) if bound < alone else 1.0
+        figures.append(Figure(f"{name}: hidden", hidden, least=None if is_shared else LEAST_HIDDEN))
+        figures.append(Figure(f"{name}: time / bound", row.median(name) / bound))
     return figures
 
 
@@ -152,10 +175,24 @@ def _step(model: Any, x: Any) -> None:
     model(x).square().mean().backward()
 
 
-def _all_reduces(comm: Communicator, model: Blocks) -> None:
+def _all_reduces(comm: Communicator, model: Blocks, meanwhile: Callable[[], None] | None = None) -> None:
     """The gradients of all buckets, all started at once."""
     import torch
 
     part = torch.ones(model.nbytes // 4 // model.buckets)
-    for pending in [fompi.all_reduce.start(part, comm=comm, op="mean") for _ in range(model.buckets)]:
+    begun = [fompi.all_reduce.start(part, comm=comm, op="mean") for _ in range(model.buckets)]
+    if meanwhile is not None:
+        meanwhile()
+    for pending in begun:
         pending.wait()
+
+
+def _repeated(call: Callable[[], Any], times: int) -> None:
+    for _ in range(times):
+        call()
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    begun = perf_counter()
+    call()
+    return perf_counter() - begun

@@ -7,7 +7,7 @@ have the same model, the same rows and the same optimizer. Their gradients or pa
 |---|---|---|
 | data parallel | `fompi.torch.DistributedDataParallel` | torch's; one all-reduce after the backward |
 | parameters sharded | `DataParallel(zero=3)` | FSDP2, gathered again for the backward |
-| pipeline | `Pipeline`, 1F1B and interleaved | torch's 1F1B and interleaved 1F1B |
+| pipeline | `fompi.torch.Pipeline`, 1F1B and interleaved | torch's 1F1B and interleaved 1F1B |
 
 `compute alone` is the step of a rank without messages; of a pipeline, all micro-batches through the stages of a rank.
 `MFU` is the share of the speed of one large product on this machine, measured in the same rounds.
@@ -30,11 +30,11 @@ from fompi.bench.rivals import steps
 from fompi.bench.rivals.gloo import Gloo
 from fompi.engine.communicator import Communicator
 from fompi.parallel.data import SGD, DataParallel
-from fompi.parallel.pipeline import Pipeline
 from fompi.tuning.rounds import Figure, Row, WrongResult, alternate, of_all_ranks
 
 WIDTH, HIDDEN, BLOCKS = 512, 1024, 8
 ROWS, MICROBATCHES, RATE = 256, 8, 1e-3
+PIPELINES = ("1F1B", "1f1b", 1), ("eager 1F1B", "eager-1f1b", 1), ("interleaved", "interleaved", 2)
 PRODUCT, SIDE = "one product", 1024
 COMPUTE = "compute alone"
 
@@ -179,51 +179,33 @@ def sharded_step(dp: DataParallel, x: Any) -> None:
     dp.step()
 
 
-class BlockStage:
-    """Some blocks of the model, as a stage of `fompi.parallel.pipeline.Pipeline`."""
-
-    def __init__(self, module: Any):
-        self.module = module
-
-    def forward(self, x: Any) -> tuple[Any, Any]:
-        import torch
-
-        x = x.detach().requires_grad_()
-        with torch.enable_grad():
-            y = self.module(x)
-        return y.detach(), (x, y)
-
-    def backward(self, saved: Any, dy: Any) -> Any:
-        x, y = saved
-        y.backward(dy)
-        return x.grad
-
-
 def pipeline(comm: Communicator, cluster: TcpHosts, rounds: int) -> Row:
-    """1F1B and interleaved, with half of the blocks in each of two chunks."""
+    """1F1B, also with forwards that run ahead, and interleaved, with half of the blocks in each of two chunks."""
+    from fompi.torch import Pipeline
+
     x, size, count = rows_of(0, ROWS * MICROBATCHES // 2), comm.size, BLOCKS // 2  # blocks of a rank
     parts = x.chunk(MICROBATCHES)
     calls: dict[str, Step] = {}
     pipes = []
-    for name, schedule, chunks in (("1F1B", "1f1b", 1), ("interleaved", "interleaved", 2)):
+    for name, schedule, chunks in PIPELINES:
         ours, theirs = ([blocks(count // chunks, seed=comm.rank + i * size) for i in range(chunks)] for _ in range(2))
         pipe = Pipeline(
-            [*map(BlockStage, ours)],
+            ours,
             comm=comm,
             microbatches=MICROBATCHES,
             schedule=schedule,
             activations=tuple(parts[0].shape),
-            loss=_loss,
-            framework="torch",
+            loss=lambda y, target: y.square().mean(),
         )
         pipes.append(pipe)
         calls[f"fompi {name}"] = partial(_pipeline_step, pipe, ours, parts)
-        calls[f"torch {name}"] = steps.pipelined(theirs, x, MICROBATCHES)
+        rival, torch_step = _rival(name), steps.pipelined(theirs, x, MICROBATCHES)
+        calls.setdefault(rival, torch_step)
         calls[f"fompi {name}"]()
-        calls[f"torch {name}"]()
+        torch_step()
         grads = [[p.grad for module in modules for p in module.parameters()] for modules in (ours, theirs)]
         scaled = [g / MICROBATCHES for g in grads[0]]  # torch's schedules divide by the micro-batches
-        compare(comm, f"torch {name}", scaled, grads[1])
+        compare(comm, rival, scaled, grads[1])
     calls[COMPUTE] = partial(_all_microbatches, blocks(count), parts)
     work = flops(len(x), count)
     row = evaluated("pipeline", comm, cluster, calls, rounds, work, len(x))
@@ -232,11 +214,12 @@ def pipeline(comm: Communicator, cluster: TcpHosts, rounds: int) -> Row:
     return row
 
 
-def _loss(y: Any, target: Any) -> tuple[float, Any]:
-    return float(y.square().mean()), 2 / y.numel() * y
+def _rival(name: str) -> str:
+    """The contestant of torch for one of fompi."""
+    return f"torch {name.split()[-1]}"
 
 
-def _pipeline_step(pipe: Pipeline, modules: Sequence[Any], parts: Sequence[Any]) -> None:
+def _pipeline_step(pipe: Any, modules: Sequence[Any], parts: Sequence[Any]) -> None:
     for module in modules:
         module.zero_grad()
     pipe.step(parts, parts)
@@ -282,6 +265,6 @@ def evaluated(
         figures.append(Figure(f"{name}: rows per second", throughput / seconds))
         rivals = [rival for rival in calls if rival not in (name, COMPUTE) and rival not in ours]
         if len(ours) > 1:
-            rivals = [name.replace("fompi", "torch")]
+            rivals = [_rival(name)]
         figures += [row.ratio(rival, name, least=None if cluster.shared else 1.0) for rival in rivals]
     return Row(**{**vars(row), "figures": figures})

@@ -25,8 +25,10 @@ class Pipeline(pipeline.Pipeline):
     `microbatches` to `ZeroDataParallel` too.
 
     autograd differentiates the whole loss: also the parameters of the loss itself, terms of it that do not depend on y,
-    targets that require grad, and inputs that do (at the end of the step; `input_gradients` has them, too). Under
-    `torch.no_grad()` a step computes losses only, on all ranks. `forward` is for evaluations: no gradients, no loss.
+    targets that require grad, and inputs that do (at the end of the step; `input_gradients` has them, too). The first
+    stage saves the products of the gradient of an input that does not require one: `input_gradients` has None for it.
+    Under `torch.no_grad()` a step computes losses only, on all ranks. `forward` is for evaluations: no gradients, no
+    loss.
 
     The other options are those of `fompi.parallel.pipeline.Pipeline`. The zero-bubble schedules need stages whose
     backward has two parts, so they raise PlanError. A module that does not return a tensor is a TensorError.
@@ -65,6 +67,11 @@ class Pipeline(pipeline.Pipeline):
     step.__doc__ = pipeline.Pipeline.step.__doc__
 
     @property
+    def first(self) -> Stage | None:
+        """The first stage of the pipeline, if this rank has it."""
+        return self._by_number.get(0)
+
+    @property
     def _mode(self) -> str:  # type: ignore[override]
         return "" if self._has_gradients else " without gradients"
 
@@ -86,7 +93,7 @@ class Stage:
         with torch.set_grad_enabled(self.pipe._has_gradients):
             leaf = x.detach()
             if leaf.is_floating_point():
-                leaf.requires_grad_()
+                leaf.requires_grad_(x.requires_grad or self is not self.pipe.first)
             y = self._of_module(leaf)
         return y, (leaf, y)
 
@@ -95,7 +102,7 @@ class Stage:
             return self._of_module(x)
 
     def backward(self, saved: tuple[torch.Tensor, torch.Tensor], dy: torch.Tensor | Loss) -> torch.Tensor | None:
-        """The gradient of x. Those of the parameters are added to p.grad.
+        """The gradient of x, None for an input that requires none. Those of the parameters are added to p.grad.
 
         Behind the last stage dy is the loss: it may depend on more than y, and need not depend on y.
         """
@@ -103,7 +110,7 @@ class Stage:
         roots = [dy.value] if isinstance(dy, Loss) else [y]
         if roots[0].requires_grad:
             torch.autograd.backward(roots, None if isinstance(dy, Loss) else [dy])
-        return torch.zeros_like(x) if x.grad is None and x.is_floating_point() else x.grad
+        return torch.zeros_like(x) if x.grad is None and x.requires_grad else x.grad
 
     def _of_module(self, x: torch.Tensor) -> torch.Tensor:
         return _tensor(self.module(x), f"the forward of {type(self.module).__name__}")

@@ -202,8 +202,9 @@ def test_smaller_messages(world, schedule, chunks):
             if last:
                 np.testing.assert_allclose([loss(y, t)[0] for y, t in zip(ys, targets, strict=True)], losses[-1])
     norm = np.linalg.norm(found[0])
-    assert 0 < np.linalg.norm(found[1] - found[0]) < 0.15 * norm
-    assert 0 < np.linalg.norm(found[2] - found[0]) < 0.02 * norm
+    least = 0 if world.size > 1 else -1  # one rank sends nothing
+    assert least < np.linalg.norm(found[1] - found[0]) < 0.15 * norm
+    assert least < np.linalg.norm(found[2] - found[0]) < 0.02 * norm
     if last:
         np.testing.assert_allclose(losses[1], losses[0], rtol=0.2)
 
@@ -604,6 +605,24 @@ def test_autograd_differentiates_the_whole_loss(world):
         assert torch.allclose(p.grad, q.grad), (p.grad - q.grad).abs().max()
     if world.rank == 0:
         assert torch.allclose(embeds[0].weight.grad, embeds[1].weight.grad)
+    pipe.close()
+
+
+@pytest.mark.usefixtures("float64")
+def test_only_inputs_that_require_grad_get_one(world):
+    """The first stage saves the product of the other one. Gradients of parameters are the same."""
+    pipe, modules, _, _ = pipeline_of_torch(world)
+    plain, wanted = torch.ones(3, 4), torch.ones(3, 4, requires_grad=True)
+    pipe.step([plain, wanted], [plain, plain])
+    if world.rank == 0:
+        assert pipe.input_gradients[0] is None and torch.equal(pipe.input_gradients[1], wanted.grad)
+        assert wanted.grad.abs().max() > 0
+    first = [p.grad.clone() for p in modules[world.rank].parameters()]
+    for p in modules[world.rank].parameters():
+        p.grad = None
+    pipe.step([plain, plain], [plain, plain])
+    for p, expected in zip(modules[world.rank].parameters(), first, strict=True):
+        assert torch.equal(p.grad, expected)
     pipe.close()
 
 
