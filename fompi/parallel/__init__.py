@@ -4,7 +4,9 @@
 |---|---|
 | `data` | data parallelism: buckets of gradients that leave during the backward, optimizers, ZeRO 1 to 3 |
 | `pipeline` | pipeline parallelism: orders of micro-batches, and stages that run in such an order |
-| `step`, `step_plan` | a whole step as one plan: gathers, stages, layers with their messages, sums and updates |
+| `step`, `step_layers` | a whole step as one plan, and the layers of it that a program provides |
+| `step_plan`, `step_problem` | this plan: gathers, stages, layers with their messages, sums, updates; what is right |
+| `slots` | buffers of a plan that are used again |
 | `tensor` | tensor parallelism with sequence parallelism: linear layers, attention, vocabulary |
 | `linear`, `vocabulary` | its layers but attention; `tensor` has them too |
 | `sequence` | long sequences: Ulysses, ring attention, and both together, on the shardings of `sharding` |

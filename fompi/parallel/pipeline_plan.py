@@ -31,9 +31,10 @@ from fompi.base.layout import MOST_NBYTES, Sizes, integer, itemsize, nbytes, num
 from fompi.base.wires import wire_of
 from fompi.model.pipeline import rank_of, stages_of
 from fompi.parallel.orders import BOTH, SCHEDULES, Action, Both, Orders, Step, order, parts, placement_in
+from fompi.parallel.slots import Slots
 from fompi.plans.encoded import encoded
 from fompi.plans.kernels import Value, opaque, total
-from fompi.plans.plan import Buffer, Chunk, Compute, Op, Plan, Program, Programs, Recv, Send, UserKernel, Workspace
+from fompi.plans.plan import Chunk, Compute, Op, Plan, Program, Programs, Recv, Send, UserKernel, Workspace
 from fompi.plans.problems import OwnProblem
 
 SPARE = 2
@@ -209,7 +210,7 @@ def _plan(problem: PipelineProblem, listed: Orders, name: str, seconds: Mapping[
     def write(rank: int) -> Program:
         needed = _Writer(problem, listed[rank], rank, messages, {})
         needed.program()
-        return _Writer(problem, listed[rank], rank, messages, needed.most).program()
+        return _Writer(problem, listed[rank], rank, messages, needed.slots.most).program()
 
     sizes, programs = Sizes(rows=(0,) * ranks), Programs(ranks, write)
     plan = Plan(problem, name, (1,), sizes, programs, kernels=kernels, in_order=True)
@@ -285,8 +286,8 @@ def _messages(orders: Orders, problem: PipelineProblem) -> dict[tuple[int, int],
 class _Writer:
     """Writes the program of one rank.
 
-    A message is received in the order in which its source sends, and before the action that needs it. `slots` is the
-    number of slots of each kind; without an entry there are as many as are needed. `most` counts those in use.
+    A message is received in the order in which its source sends, and before the action that needs it. `counts` is the
+    number of slots of each kind (`Slots`).
     """
 
     def __init__(
@@ -295,16 +296,14 @@ class _Writer:
         steps: Sequence[Step],
         rank: int,
         messages: Mapping[tuple[int, int], Sequence[Passed]],
-        slots: Mapping[tuple[str, int], int],
+        counts: Mapping[str, int],
     ):
         self.problem, self.steps, self.rank = problem, steps, rank
         self.arriving = {source: deque(sent) for (source, dest), sent in messages.items() if dest == rank}
         self.work = problem.workspace(rank, 1)
-        self.most: dict[tuple[str, int], int] = {}
-        self.free: dict[tuple[str, int], deque[int]] = {}
-        for key, count in slots.items():
-            self.free[key] = deque(range(count + SPARE * (key[0] not in "sr")))
-        self.held: dict[Passed, tuple[int, Buffer]] = {}
+        many = {kind: count + SPARE * (kind[0] not in "sr") for kind, count in counts.items()}
+        self.slots = Slots(self.work, problem.dtype, many)
+        self.held: dict[Passed, Chunk] = {}
         self.begun: set[int] = set()  # the stages whose gradients have their first term
         self.ops: list[Op] = []
 
@@ -319,21 +318,12 @@ class _Writer:
         return self.problem.activations[stage - (kind in "ae")]
 
     def _take(self, kind: str, stage: int, i: int) -> Chunk:
-        """A free slot for this value: the one that has been free for the longest time."""
-        key = kind, stage
-        free = self.free.setdefault(key, deque())
-        used = self.most.get(key, 0)
-        if free:
-            number = free.popleft()
-        else:
-            number, self.most[key] = used, used + 1
-        buffer = self.work.scratch(f"{kind}{stage}_{number}", "whole", self._shape(kind, stage), self.problem.dtype)
-        self.held[kind, stage, i] = number, buffer
-        return buffer[:]
+        """A free slot for this value."""
+        self.held[kind, stage, i] = slot = self.slots.take(f"{kind}{stage}", self._shape(kind, stage))
+        return slot
 
     def _drop(self, kind: str, stage: int, i: int) -> None:
-        number, _ = self.held.pop((kind, stage, i))
-        self.free[kind, stage].append(number)
+        self.slots.drop(self.held.pop((kind, stage, i)))
 
     def _arrive(self, wanted: Passed) -> Chunk:
         """The slot of a value that another action has made. It is received first, if it comes from another rank."""
@@ -342,7 +332,7 @@ class _Writer:
         while wanted not in self.held:
             arrived = self.arriving[source].popleft()
             self.ops.append(Recv(source, self._take(*arrived)))
-        return self.held[wanted][1][:]
+        return self.held[wanted]
 
     def _hand_on(self, action: Action) -> Chunk:
         """The slot for what the action hands on to a stage here or on another rank."""
@@ -379,7 +369,7 @@ class _Writer:
         if not first:
             reads.append(self._arrive(("a", stage, i)))
         if kind in "BI":
-            reads.append(self.held["s", stage, i][1][:])
+            reads.append(self.held["s", stage, i])
         writes = []
         if _passes(action, self.problem.stages) is not None:
             writes.append(self._hand_on(action))
@@ -389,7 +379,7 @@ class _Writer:
             writes.append(self._take("r", stage, i))
         else:
             if kind == "W":
-                reads.append(self.held["r", stage, i][1][:])
+                reads.append(self.held["r", stage, i])
             sum_so_far = self.work[f"g{stage}"][:]
             if stage in self.begun:
                 reads.append(sum_so_far)

@@ -5,43 +5,32 @@
     with TrainingStep(make, layers=8, mesh=mesh, comm=comm, **how) as step:
         losses = step(inputs, targets)               # of the micro-batches, on the ranks of the last stage
 
-`make(l)` is layer l of the model on this rank of tp: see `Layer`. Of its parameters a rank keeps a part between steps.
+`make(l)` is layer l of the model on this rank of tp (`step_layers`): a `Layer` or `Attention`. The first one may be an
+`Embedding`, and the last one a `Head`, which is the loss then. Of its parameters a rank keeps a part between steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from fompi.base.errors import ShapeError, StateError
+from fompi.base.errors import PlanError, ShapeError, StateError
 from fompi.base.layout import offsets
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.ops.operations import all_gather
 from fompi.parallel.arrays import Array
 from fompi.parallel.orders import Step
-from fompi.parallel.step_plan import KERNELS, StepProblem, plan
+from fompi.parallel.step_layers import Gradients, form_of
+from fompi.parallel.step_plan import KERNELS, plan
+from fompi.parallel.step_problem import KINDS, LayerForm, StepProblem
 from fompi.plans.plan import Plan
 from fompi.runtime.binding import bind
 from fompi.traces.trace import Trace
 
-
-class Layer(Protocol):
-    """y = x + sum of the terms of all ranks of tp, for each row on its own; without `residual` the sum alone.
-
-    `weights` are as `parameters`, with the numbers of this step. A layer without tensor parallelism is one term.
-    """
-
-    parameters: Sequence[Array]
-    residual: bool
-
-    def forward(self, weights: Sequence[Array], x: Array) -> tuple[Array, Any]:
-        """(the term of this rank, what the backward needs)."""
-
-    def backward(self, weights: Sequence[Array], saved: Any, dy: Array) -> tuple[Array, Sequence[Array]]:
-        """(the term of the gradient of x, the gradients of the weights)."""
+Args = tuple[int, ...]
 
 
 class TrainingStep:
@@ -52,28 +41,28 @@ class TrainingStep:
     features). `schedule` is as for `step_plan.plan`, `optimizer` an SGD or AdamW of `fompi.parallel.data`.
 
     `loss(y, target) -> (value, dy)` gets some rows of a micro-batch at a time; the values are added. A layer gets rows
-    in the same way (`Layer`): a half of those of a rank of tp.
+    in the same way (`Layer`): a half of those of a rank of tp. A `Head` computes the loss by itself.
 
     Collective. Raises PlanError, LayoutError, ShapeError or MismatchError on all ranks if the arguments do not fit.
     """
 
     def __init__(
         self,
-        make: Callable[[int], Layer],
+        make: Callable[[int], Any],
         *,
         layers: int,
         mesh: Mapping[str, int],
         optimizer: Any,
-        loss: Callable[[Array, Array], tuple[Any, Array]],
+        loss: Callable[[Array, Array], tuple[Any, Array]] | None = None,
         comm: Any = None,
         schedule: str | Sequence[Sequence[Step | str]] = "1f1b",
         **form: Any,
     ):
         self.comm = Communicator.of(comm)
         self.loss, self.optimizer, self.closed = loss, optimizer, False
-        self.layers: dict[int, Layer] = {}
+        self.layers: dict[int, Any] = {}
         refusal: Exception | None = None
-        sizes = np.zeros(layers, np.int64)
+        known, kinds = np.zeros((layers, 3), np.int64), [*KINDS]  # of each layer here: parameters, kind, do they stay
         try:
             first = plan(schedule, mesh=mesh, layers=[0] * layers, **form)
             problem: StepProblem = first.problem
@@ -81,12 +70,16 @@ class TrainingStep:
                 raise ShapeError(f"mesh={dict(mesh)} has {problem.size} ranks, but the communicator {self.comm.size}")
             self.layers = {number: make(number) for number in problem.held(self.comm.rank)}
             for number, layer in self.layers.items():
-                sizes[number] = sum(w.size for w in layer.parameters)
+                found = form_of(layer)
+                known[number] = found.parameters, kinds.index(found.kind), found.stay
+            if loss is None and layers - 1 in self.layers and found.kind != "head":
+                raise PlanError(f"layer {layers - 1} is no head, so a step needs loss=")
         except Exception as error:  # of any kind: the other ranks wait for this one
             refusal = error
         agree(self.comm, f"a training step of {layers} layers on {dict(mesh)}, {form}", refusal)
-        sizes = np.asarray(all_gather(sizes[None], comm=self.comm)).max(0)
-        self.plan: Plan = plan(schedule, mesh=mesh, layers=[int(n) for n in sizes], **form)
+        known = np.asarray(all_gather(known[None], comm=self.comm)).max(0)
+        forms = [LayerForm(int(n), kinds[kind], bool(stay)) for n, kind, stay in known]
+        self.plan: Plan = plan(schedule, mesh=mesh, layers=forms, **form)
         self.problem = self.plan.problem
         self.d, self.t, _ = self.problem.place(self.comm.rank)
         self.shards = {number: self._shard(number) for number in self.layers}
@@ -95,13 +88,35 @@ class TrainingStep:
         self._rows = offsets(self.problem.halves)
         self._forget()
         kernels = {name: getattr(self, f"_{name}") for name in KERNELS}
-        given: dict[str, Any] = {f"p{number}": shard for number, shard in self.shards.items()}
+        self._others = {
+            name: np.empty(self.problem.shares(number)[part], self.problem.dtype)
+            for name, (number, part) in self.problem.kept(self.comm.rank).items()
+            if not name.startswith("p")
+        }
+        self.gather()
+        given: dict[str, Any] = {f"p{number}": shard for number, shard in self.shards.items()} | self._others
         self.executor = bind(self.plan, comm=self.comm, kernels=kernels, **given)
+
+    def gather(self) -> None:
+        """Take over what the program has written to `shards`. Only layers that stay need it. Collective."""
+        if not any(form.stay for form in self.problem.layers):
+            return
+        full, (_, t, p) = dict[int, Array](), self.problem.place(self.comm.rank)
+        for color, replicated in ((p * self.problem.axes[1] + t, False), (p, True)):
+            with self.comm.split(color, self.comm.rank, "alike") as alike:
+                for number, shard in self.shards.items():
+                    form = self.problem.layers[number]
+                    if form.stay and form.replicated == replicated:
+                        full[number] = np.asarray(all_gather(shard, comm=alike))
+        for name, (number, part) in self.problem.kept(self.comm.rank).items():
+            if name in self._others:
+                first = offsets(self.problem.shares(number))[part]
+                self._others[name][...] = full[number][first : first + len(self._others[name])]
 
     def _shard(self, number: int) -> Array:
         flat = np.concatenate([w.reshape(-1) for w in self.layers[number].parameters] or [np.zeros(0)])
-        ends = offsets(self.problem.shares(number))
-        return flat[ends[self.d] : ends[self.d + 1]].astype(self.problem.dtype)
+        ends, part = offsets(self.problem.shares(number)), self.problem.part(number, self.comm.rank)
+        return flat[ends[part] : ends[part + 1]].astype(self.problem.dtype)
 
     # -- a step
     def __call__(self, inputs: Sequence[Array] | None = None, targets: Sequence[Array] | None = None) -> Any:
@@ -121,12 +136,13 @@ class TrainingStep:
         return len(self.problem.layers) - 1 in self.layers
 
     def _forget(self) -> None:
-        self._saved: dict[tuple[int, ...], Any] = {}
+        self._saved: dict[tuple[Any, ...], Any] = {}
+        self._local: dict[tuple[Any, ...], Any] = {}
         self._full: dict[int, list[Array]] = {}
         self._losses = [0.0] * self.problem.microbatches
         self._gradients: list[Array] = []
         self._inputs = self._targets = None
-        if 0 in self.layers:
+        if self.problem.has_inputs(self.comm.rank):
             rows = self.problem.shape
             self._gradients = [np.zeros(rows, self.problem.dtype) for _ in range(self.problem.microbatches)]
 
@@ -139,11 +155,6 @@ class TrainingStep:
             raise ShapeError(f"{name}[{i}] has {len(arrays[i])} rows, but a rank has {self.problem.shape[0]}")
         return arrays[i][self._rows[h] : self._rows[h + 1]]
 
-    # -- the kernels of the plan
-    def _input(self, args: tuple[int, ...], reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        batch, _, h = args
-        writes[0][...] = self._part(self._inputs, "inputs", batch, h)
-
     def _weights(self, number: int, parts: Sequence[Array]) -> list[Array]:
         """The parameters of a layer, which have been gathered. They are put together once in a step."""
         if number not in self._full:
@@ -154,43 +165,131 @@ class TrainingStep:
             self._full[number] = found
         return self._full[number]
 
-    def _forward(self, args: tuple[int, ...], reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        number, _, place, _ = args
-        x, *parts = reads
-        layer = self.layers[number]
-        z, self._saved[args] = layer.forward(self._weights(number, parts), x)
-        writes[0][...] = z
-        if layer.residual and place == self.t:  # the owner of the rows adds them once
-            writes[0][...] += x
+    def _add(self, number: int, gradients: Gradients, sums: Sequence[Array], has_terms: bool) -> None:
+        """Add the gradients of the weights to the sums so far, of each part of the parameters."""
+        ends, first = offsets(self.problem.shares(number)), 0
+        for w, gradient in zip(self.layers[number].parameters, gradients, strict=True):
+            last = first + w.size
+            for out, begin in zip(sums, ends, strict=False):
+                low, high = max(first, begin), min(last, begin + len(out))
+                if low >= high:
+                    continue
+                into = out[low - begin : high - begin]
+                if gradient is None:
+                    into[...] = into if has_terms else 0
+                else:
+                    term = gradient.reshape(-1)[low - first : high - first]
+                    into[...] = into + term if has_terms else term
+            first = last
 
-    def _loss(self, args: tuple[int, ...], reads: Sequence[Array], writes: Sequence[Array]) -> None:
+    def _parts(self, number: int) -> int:
+        return len(self.problem.shares(number))
+
+    # -- the kernels of the plan: the first and the last layer
+    def _input(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
         batch, _, h = args
-        value, writes[0][...] = self.loss(reads[0], self._part(self._targets, "targets", batch, h))
+        writes[0][...] = self._part(self._inputs, "inputs", batch, h)
+
+    def _embed(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        batch, _, h = args
+        inputs = self._part(self._inputs, "inputs", batch, h)
+        writes[0][...], self._saved["embed", *args] = self.layers[0].forward(self._weights(0, reads), inputs)
+
+    def _loss(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        batch, _, h = args
+        y, *parts = reads
+        targets = self._part(self._targets, "targets", batch, h)
+        if parts:
+            last = len(self.problem.layers) - 1
+            weights = self._weights(last, parts)
+            value, writes[0][...], self._saved["loss", *args] = self.layers[last].loss(weights, y, targets)
+        else:
+            assert self.loss is not None
+            value, writes[0][...] = self.loss(y, targets)
         self._losses[batch - self.d * self.problem.microbatches] += value
 
-    def _backward(self, args: tuple[int, ...], reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        number, _, place, _ = args
-        dy, _, _, *rest = reads
-        layer, dp = self.layers[number], self.problem.axes[0]
-        dx, gradients = layer.backward(self._weights(number, rest[:dp]), self._saved.pop(args), dy)
-        writes[0][...] = dx
-        if layer.residual and place == self.t:
-            writes[0][...] += dy
-        flat, first = np.concatenate([g.reshape(-1) for g in gradients] or [np.zeros(0)]), 0
-        for out in writes[1:]:
-            term = flat[first : first + len(out)]
-            first += len(out)
-            if len(rest) > dp:  # there is a sum so far
-                out += term
-            else:
-                out[...] = term
+    def _loss_backward(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        last, (_, _, *rest) = len(self.problem.layers) - 1, reads
+        parts = self._parts(last)
+        gradients = self.layers[last].backward(self._weights(last, rest[:parts]), self._saved.pop(("loss", *args)))
+        self._add(last, gradients, writes, len(rest) > parts)
 
-    def _input_backward(self, args: tuple[int, ...], reads: Sequence[Array], writes: Sequence[Array]) -> None:
+    def _embed_backward(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        dx, _, *rest = reads
+        parts = self._parts(0)
+        weights = self._weights(0, rest[:parts])
+        self._add(0, self.layers[0].backward(weights, self._saved.pop(("embed", *args)), dx), writes, len(rest) > parts)
+
+    def _input_backward(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
         batch, _, h = args
         i = batch - self.d * self.problem.microbatches
         self._gradients[i][self._rows[h] : self._rows[h + 1]] = reads[0]
 
-    def _update(self, args: tuple[int, ...], reads: Sequence[Array], writes: Sequence[Array]) -> None:
+    # -- layers of single rows
+    def _forward(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        number, _, place, _ = args
+        x, *parts = reads
+        layer = self.layers[number]
+        writes[0][...], self._saved[args] = layer.forward(self._weights(number, parts), x)
+        if layer.residual and place == self.t:  # the owner of the rows adds them once
+            writes[0][...] += x
+
+    def _backward(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        number, _, place, _ = args
+        dy, _, _, *rest = reads
+        layer, parts = self.layers[number], self._parts(number)
+        weights = self._weights(number, rest[:parts])
+        writes[0][...], gradients = layer.backward(weights, self._saved.pop(args), dy)
+        if layer.residual and place == self.t:
+            writes[0][...] += dy
+        self._add(number, gradients, writes[1:], len(rest) > parts)
+
+    # -- attention: what stays on this rank is in `_local`
+    def _places(self, number: int, batch: int) -> list[Args]:
+        return [(number, batch, *at) for at in self.problem.places]
+
+    def _qkv(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        x, *parts = reads
+        weights = self._weights(args[0], parts)
+        self._local["qkv", *args], self._saved["qkv", *args] = self.layers[args[0]].qkv(weights, x)
+
+    def _attention(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        places = self._places(*args)
+        qkv = [self._local.pop(("qkv", *at)) for at in places]
+        found, self._saved["attention", *args] = self.layers[args[0]].attention(qkv)
+        self._local.update({("o", *at): o for at, o in zip(places, found, strict=True)})
+
+    def _output(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        x, _, *parts = reads
+        layer, o = self.layers[args[0]], self._local.pop(("o", *args))
+        writes[0][...], self._saved["output", *args] = layer.output(self._weights(args[0], parts), o)
+        if layer.residual and args[2] == self.t:
+            writes[0][...] += x
+
+    def _output_backward(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        dy, _, *rest = reads
+        parts, saved = self._parts(args[0]), self._saved.pop(("output", *args))
+        weights = self._weights(args[0], rest[:parts])
+        self._local["do", *args], gradients = self.layers[args[0]].output_backward(weights, saved, dy)
+        self._add(args[0], gradients, writes[1:], len(rest) > parts)
+
+    def _attention_backward(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        places = self._places(*args)
+        do = [self._local.pop(("do", *at)) for at in places]
+        found = self.layers[args[0]].attention_backward(self._saved.pop(("attention", *args)), do)
+        self._local.update({("dqkv", *at): d for at, d in zip(places, found, strict=True)})
+
+    def _qkv_backward(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
+        dy, _, _, _, *rest = reads
+        layer, parts = self.layers[args[0]], self._parts(args[0])
+        saved, dqkv = self._saved.pop(("qkv", *args)), self._local.pop(("dqkv", *args))
+        writes[0][...], gradients = layer.qkv_backward(self._weights(args[0], rest[:parts]), saved, dqkv)
+        if layer.residual and args[2] == self.t:
+            writes[0][...] += dy
+        self._add(args[0], gradients, writes[1:], len(rest) > parts)
+
+    # -- parameters
+    def _update(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
         number, _ = args
         self.optimizer.update(writes[0], reads[0], self.states[number])
 

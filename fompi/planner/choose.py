@@ -45,8 +45,11 @@ LARGE_NBYTES = 8 << 20
 SIMULATED = 2
 """How many candidates are simulated while a call waits for the choice, beside those without overlap."""
 
-STREAM_NBYTES, STREAM_SLICES = 1 << 20, 4
-"""Over a network, shards of at least STREAM_NBYTES go round a ring in STREAM_SLICES slices."""
+STREAM_NBYTES, STREAM_SLICES, SUM_SLICES = 1 << 20, 4, 8
+"""Over a network, shards of at least STREAM_NBYTES go round a ring in STREAM_SLICES slices.
+
+A product that is summed on all ranks sends each slice twice, so from twice as many bytes on it has SUM_SLICES.
+"""
 
 EXCHANGE_NBYTES, EXCHANGE_SLICES, MOST_EXCHANGE_SLICES, EXCHANGE_WINDOW = 512 << 10, 8, 64, 2
 """An all-to-all over a network, between more than two ranks.
@@ -161,7 +164,8 @@ def _by_rule(
     if network and shard >= STREAM_NBYTES:
         is_wide = sums and not computes and problem.dtype != problem.accumulator
         stream = "direct" if is_wide or (sums and problem.wire) else "ring"
-        for slices in (STREAM_SLICES, 1):
+        is_long = computes and problem.moves == "all_reduce" and shard >= 2 * STREAM_NBYTES
+        for slices in (SUM_SLICES if is_long else STREAM_SLICES, STREAM_SLICES, 1):
             if messages_per_peer(problem, stream, slices) <= MOST_MESSAGES:
                 return stream, slices
     if computes and problem.moves == "all_reduce" and shard >= STREAM_NBYTES:

@@ -1,7 +1,10 @@
 """A whole training step as one plan: parameters, losses and gradients are those of one process, step after step."""
 
+from itertools import chain
+
 import numpy as np
 import pytest
+import torch
 
 import fompi
 from fompi.base.layout import offsets, split
@@ -123,6 +126,141 @@ def test_steps_equal_those_of_one_process(world, schedule):
 def test_adamw(world):
     for mesh in MESHES.get(world.size, []):
         steps(world, mesh, "1f1b", AdamW(1e-3))
+
+
+class Attn:
+    """Causal attention over all tokens of a micro-batch, with one head for each rank of tp."""
+
+    kind, residual = "attention", True
+
+    def __init__(self, wqkv, wo, stay):
+        self.parameters, self.stay = [wqkv, wo], stay
+
+    def qkv(self, weights, x):
+        return x @ weights[0], x
+
+    def attention(self, qkv):
+        q, k, v = np.split(np.concatenate(qkv), 3, axis=1)
+        s = np.where(np.tri(len(q), dtype=bool), q @ k.T, -np.inf)
+        p = np.exp(s - s.max(1, keepdims=True))
+        p /= p.sum(1, keepdims=True)
+        self.cuts = np.cumsum([len(each) for each in qkv])[:-1]
+        return np.split(p @ v, self.cuts), (q, k, v, p)
+
+    def output(self, weights, o):
+        return o @ weights[1], o
+
+    def output_backward(self, weights, o, dy):
+        return dy @ weights[1].T, [None, o.T @ dy]
+
+    def attention_backward(self, saved, do):
+        (q, k, v, p), do = saved, np.concatenate(do)
+        dp = do @ v.T
+        ds = p * (dp - (dp * p).sum(1, keepdims=True))
+        return np.split(np.concatenate([ds @ k, ds.T @ q, p.T @ do], axis=1), self.cuts)
+
+    def qkv_backward(self, weights, x, dqkv):
+        return dqkv @ weights[0].T, [x.T @ dqkv, None]
+
+
+class Embedding:
+    kind, stay = "embedding", True
+
+    def __init__(self, table):
+        self.parameters = [table]
+
+    def forward(self, weights, ids):
+        return weights[0][ids], ids
+
+    def backward(self, weights, ids, dx):
+        gradient = np.zeros_like(weights[0])
+        np.add.at(gradient, ids, dx)
+        return [gradient]
+
+
+class Head:
+    """Cross-entropy of y @ w."""
+
+    kind = "head"
+
+    def __init__(self, w):
+        self.parameters = [w]
+
+    def loss(self, weights, y, targets):
+        z = y @ weights[0]
+        z -= z.max(1, keepdims=True)
+        logs, rows = z - np.log(np.exp(z).sum(1, keepdims=True)), np.arange(len(y))
+        dz = np.exp(logs)
+        dz[rows, targets] -= 1
+        return -logs[rows, targets].sum(), dz @ weights[0].T, (y, dz)
+
+    def backward(self, weights, saved):
+        y, dz = saved
+        return [y.T @ dz]
+
+
+def loss_of_torch(weights, tp, ids, targets):
+    """The loss of a micro-batch, by autograd: weights[l][t]."""
+    x = weights[0][0][0][ids]
+    for of in weights[1:-1]:
+        terms = []
+        for first, second in of:
+            if first.shape[1] == HIDDEN:
+                terms.append(torch.tanh(x @ first) @ second)
+            else:
+                q, k, v = (x @ first).chunk(3, 1)
+                scores = (q @ k.T).masked_fill(~torch.ones(len(x), len(x)).tril().bool(), -torch.inf)
+                terms.append(scores.softmax(1) @ v @ second)
+        x = x + sum(terms)
+    return torch.nn.functional.cross_entropy(x @ weights[-1][0][0], targets, reduction="sum")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "gpipe"])
+def test_a_language_model_in_one_plan(world, schedule):
+    """Embedding, attention, MLP, head; some parameters stay. Gradients by autograd in one process."""
+    for mesh in MESHES.get(world.size, []):
+        dp, tp, pp = axes = [mesh.get(name, 1) for name in ("dp", "tp", "pp")]
+        random, vocabulary = np.random.default_rng(axes), 7
+        shapes = [(FEATURES, 3 * 2), (2, FEATURES)], [(FEATURES, HIDDEN), (HIDDEN, FEATURES)]
+        middle = [[[random.standard_normal(s) / 2 for s in shapes[n % 2]] for _ in range(tp)] for n in range(2 * pp)]
+        ends = [[[random.standard_normal(s)]] * tp for s in ((vocabulary, FEATURES), (FEATURES, vocabulary))]
+        whole = [ends[0], *middle, ends[1]]
+        t, d = world.rank % tp, world.rank // tp % dp
+
+        def make(number, whole=whole, t=t):
+            if number in (0, len(whole) - 1):
+                return (Embedding if number == 0 else Head)(whole[number][t][0].copy())
+            given = [w.copy() for w in whole[number][t]]
+            return Attn(*given, stay=number == 1) if number % 2 else Mlp(0, *given)
+
+        how = {"microbatches": 4, "shape": (ROWS, FEATURES), "dtype": "float64", "schedule": schedule}
+        how |= {"chunks": 2} if schedule == "interleaved" else {}
+        optimizer = SGD(1e-2, momentum=0.9)
+        weights = [[[torch.tensor(w, requires_grad=True) for w in part] for part in of] for of in whole]
+        momenta = [[[optimizer.state(w.detach().numpy()) for w in part] for part in of] for of in weights]
+        with TrainingStep(make, layers=len(whole), mesh=mesh, optimizer=optimizer, comm=world, **how) as step:
+            for _ in range(3):
+                ids, targets = random.integers(0, vocabulary, (2, 4 * dp, tp, ROWS))
+                own = slice(4 * d, 4 * d + 4)
+                losses = step(ids[own, t], targets[own, t])
+                expected = [
+                    loss_of_torch(weights, tp, *(torch.tensor(a[b].reshape(-1)) for a in (ids, targets)))
+                    for b in range(4 * dp)
+                ]
+                sum(expected).backward()
+                mine = [0.0] * 4 if losses is None else losses
+                every = np.asarray(fompi.all_gather(np.array([mine]), comm=world))
+                assert every.sum() == pytest.approx(sum(each.item() for each in expected), rel=1e-10)
+                for of, states in zip(weights, momenta, strict=True):
+                    for w, state in zip(chain(*of), chain(*states), strict=True):
+                        if w.grad is not None:
+                            optimizer.update(w.detach().numpy(), w.grad.numpy(), state)
+                            w.grad = None
+                for number, shard in step.shards.items():
+                    place = 0 if number in (0, len(whole) - 1) else t
+                    flat = np.concatenate([w.detach().numpy().reshape(-1) for w in weights[number][place]])
+                    cuts, part = offsets(step.problem.shares(number)), step.problem.part(number, world.rank)
+                    np.testing.assert_allclose(shard, flat[cuts[part] : cuts[part + 1]], rtol=1e-8, atol=1e-11)
 
 
 def test_all_ranks_refuse(world):

@@ -10,6 +10,7 @@ import fompi
 from fompi.base.errors import LayoutError, PlanError
 from fompi.parallel.orders import order
 from fompi.parallel.step_plan import plan
+from fompi.parallel.step_problem import LayerForm
 from fompi.plans.plan import Compute
 
 SIZES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (3, 1, 2), (1, 3, 2), (2, 2, 2), (2, 4, 1)]
@@ -31,11 +32,29 @@ def test_every_step_is_right(axes):
         fompi.verify(made(axes, order("eager-1f1b", 2, 5, overlap_f_b=True), 5))
 
 
-def test_a_step_that_leaves_something_out_is_refused():
-    found = made()
+MODEL = (
+    LayerForm(7, "embedding", stay=True), LayerForm(5, "attention"), 6, LayerForm(3, "attention", stay=True),
+    LayerForm(0, stay=True), LayerForm(4, "head"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("axes", SIZES, ids=str)
+def test_every_kind_of_layer_is_right(axes):
+    """An embedding, attention, a head whose gradients wait, and parameters that stay."""
+    for schedule in ("gpipe", "1f1b", "eager-1f1b"):
+        for microbatches in (1, 2, 5):
+            fompi.verify(made(axes, schedule, microbatches, MODEL))
+    if axes[2] == 2:
+        fompi.verify(made(axes, "interleaved", 4, MODEL, chunks=2))
+        fompi.verify(made(axes, order("eager-1f1b", 2, 5, overlap_f_b=True), 5, MODEL))
+
+
+@pytest.mark.parametrize("layers", [(7, 5, 6, 3), MODEL], ids=["rows", "model"])
+def test_a_step_that_leaves_something_out_is_refused(layers):
+    found = made(layers=layers)
     for rank in (0, 3, 5):
         ops = found.programs[rank].ops
-        for i in range(0, len(ops), 5):
+        for i in range(0, len(ops), 11 if layers is not MODEL else 23):
             with pytest.raises(PlanError):
                 fompi.verify(found.with_program(replace(found.programs[rank], ops=(*ops[:i], *ops[i + 1 :]))))
 
@@ -68,6 +87,9 @@ def test_what_hides_in_a_step():
         ({"mesh": {"dp": 0}}, LayoutError, "must be integers >= 1"),
         ({"layers": (3,)}, LayoutError, "2 stages need a layer each"),
         ({"layers": (3, -1)}, LayoutError, "2 stages need a layer each"),
+        ({"layers": (3, LayerForm(3, "embedding"))}, LayoutError, "layer 1 of 2 is an embedding"),
+        ({"layers": (LayerForm(3, "head"), 3)}, LayoutError, "layer 0 of 2 is a head"),
+        ({"layers": (3, LayerForm(3, "moe"))}, LayoutError, "'moe', which is none of rows, attention"),
         ({"schedule": "zb-h1"}, PlanError, "whole backwards"),
         ({"seconds": {"F": [1.0]}}, PlanError, "one for each of 4 layers"),
     ],
