@@ -355,7 +355,8 @@ def mark_step(tokens: float | None = None, flops: float | None = None) -> None:
 
     The first mark begins the first step that counts, so that a warm-up does not. `tokens`: what a step computes on all
     ranks together, as tokens, rows or samples. `flops`: its floating-point operations, of all ranks together; by
-    default those of the products that fompi carries out. Without marks, a `DataParallel.step` ends a step.
+    default those of the products that fompi carries out. Without marks, a `DataParallel.step` or the `step` of an
+    optimizer of PyTorch ends a step.
     It sends nothing, and does nothing without FOMPI_REPORT. Raises ArgumentError for what is no number, or negative.
     """
     for name, number in (("tokens", tokens), ("flops", flops)):
@@ -363,6 +364,12 @@ def mark_step(tokens: float | None = None, flops: float | None = None) -> None:
             raise ArgumentError(f"mark_step: {name}={number!r} must be a number of at least 0")
     for report in _OF_PROCESS:
         report.mark(report.steps, tokens or 0.0, flops or 0.0)
+
+
+def mark_update(owner: int) -> None:
+    """An optimizer has updated parameters. The one with the most updates ends the steps, if no `mark_step` does."""
+    for report in _OF_PROCESS:
+        report.mark(report.updates[owner])
 
 
 def of_environment() -> Report | None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from fompi.mpi import environment
+
 
 def register() -> None:
     """Make the backend "fompi" and the init method "fompi://" known to `torch.distributed`."""
@@ -22,6 +24,10 @@ def register() -> None:
 
     distributed.register_rendezvous_handler("fompi", _meet)
     private.extend_env_method(_meet)
+    if environment.value("FOMPI_REPORT") != "0":
+        from fompi.torch import steps
+
+        steps.watch()
     from fompi.torch import swap
 
     if swap.is_wanted():

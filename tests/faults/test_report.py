@@ -93,6 +93,24 @@ def test_steps(reporting, mark, said):
 
 
 @pytest.mark.one_mpi
+def test_steps_of_optimizers_of_torch(reporting):
+    """A program of torch's own classes, which calls nothing of fompi."""
+    code = """
+import torch, torch.distributed as dist
+dist.init_process_group("fompi")
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 4))
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for _ in range(5):
+    net(torch.ones(3, 8)).sum().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+    finished = reporting(2, code).finished
+    assert finished.returncode == 0, finished.output
+    assert any(line.startswith("steps: 4, ") for line in finished.stderr.splitlines()), finished.stderr
+
+
+@pytest.mark.one_mpi
 def test_a_trace_of_the_job(reporting, tmp_path, monkeypatch, capsys):
     """The file has the newest calls of all ranks. `fompi trace` makes of it what Perfetto opens, and a picture."""
     path = tmp_path / "run.json"

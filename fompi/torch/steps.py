@@ -1,0 +1,18 @@
+"""Steps of the optimizers of PyTorch, for FOMPI_REPORT: of any program, also of one that never heard of fompi."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from fompi.runtime.report import mark_update
+
+
+def watch() -> None:
+    """From now on `optimizer.step()` ends a step of the report."""
+    register_optimizer_step_post_hook(_end)
+
+
+def _end(optimizer: Optimizer, args: Any, options: Any) -> None:
+    mark_update(id(optimizer))
