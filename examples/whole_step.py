@@ -134,7 +134,7 @@ with fompi.parallel.step.TrainingStep(make, layers=layers, mesh=mesh, comm=comm,
         mine = place[t * rows : (t + 1) * rows]
         inputs = [np.stack([text[start + mine], mine], axis=1) for start in starts]
         found = step(inputs, [text[start + mine + 1] for start in starts])
-        losses.append(sum(found) if found is not None else 0.0)
+        losses.append(float(sum(found)) if found is not None else 0.0)
 total = fompi.all_reduce(np.array(losses), comm=comm) / (mesh["dp"] * MICROBATCHES * LETTERS)
 if comm.rank == 0:
     print(f"{mesh}: proven; loss of a letter {total[0]:.2f} in the first step, {total[-1]:.2f} in the last one")

@@ -170,7 +170,7 @@ CLAIMS = (
             Pick("a step as one plan: time beyond the bounds / time", "^a step as one plan", "^beyond"),
             Pick("a step as one plan: time / simulated", "^a step as one plan", "simulated$"),
             Pick("TP beside DP, first come: exposed / alone", "^data beside tensor", "first come / alone"),
-            Pick("TP beside DP, priorities: exposed / alone", "^data beside tensor", "priorities / alone"),
+            Pick("TP beside DP, priorities: exposed / alone", "^data beside tensor", "^exposed.*priorities / alone"),
         ),
     ),
     Claim(

@@ -18,7 +18,7 @@ from fompi.engine.communicator import Communicator
 from fompi.engine.mesh import Mesh
 from fompi.parallel.data import SGD, DataParallel
 from fompi.parallel.tensor import column_parallel_linear, row_parallel_linear
-from fompi.tuning.rounds import Figure, Row, alternate, of_all_ranks
+from fompi.tuning.rounds import Figure, Row, alternate, of_all_ranks, ratio
 
 Array = np.ndarray[Any, Any]
 
@@ -76,7 +76,7 @@ def data_beside_tensor(comm: Communicator, cluster: TcpHosts, rounds: int) -> Ro
         t_m = median(samples.pop(ALONE)[-PILOT_ROUNDS:])
         samples[ALONE] = []
         accelerator.use(flops / t_m)
-        alternate(mpi, contestants, rounds, idle=cluster.idle, after=note)
+        whole = alternate(mpi, contestants, rounds, idle=cluster.idle, after=note)
     for dp in dps:
         dp.close()
     for communicator in (own, plain, ordered):
@@ -86,6 +86,8 @@ def data_beside_tensor(comm: Communicator, cluster: TcpHosts, rounds: int) -> Ro
     figures = [
         Figure(f"exposed, {FIRST_COME} / alone", exposed[FIRST_COME] / exposed[ALONE]),
         Figure(f"exposed, {IN_ORDER} / alone", exposed[IN_ORDER] / exposed[ALONE], most=MOST_BEYOND_ALONE, limit=1.0),
+        ratio("whole step, first come / priorities", whole[FIRST_COME], whole[IN_ORDER]),
+        Figure("whole step, priorities / alone", median(whole[IN_ORDER]) / median(whole[ALONE])),
     ]
     if cluster.shared:
         figures = [replace(figure, most=None) for figure in figures]

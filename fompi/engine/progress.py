@@ -68,7 +68,7 @@ never get it: Python's locks are not fair.
 LINGER_SECONDS = 0.05
 """How long the helper stays awake after the last operation has finished."""
 
-REST_SECONDS = 5e-3
+REST_SECONDS = 20e-3
 """How often the helper receives control messages while only kernels of the program are in flight."""
 
 SLICE_SECONDS = 1e-4

@@ -16,6 +16,8 @@ from fompi.engine.port import (
     LEAST_WINDOW,
     MOST_PAUSE,
     PART_NBYTES,
+    PATIENCE,
+    QUIET_SECONDS,
     STARVE_SECONDS,
     Port,
     Queued,
@@ -165,14 +167,15 @@ def pauses(port, slow, urgent, now=1.0):
 def test_slow_parts_beside_urgent_messages_pause():
     """Longer each time, up to a limit. One that is not slow ends it. Without urgent messages there is no pause."""
     first, *found = pauses(Port(), [1, 9, 9, 9, 9, 9, 9, 9, 9, 9, 1, 1], urgent=True)
-    wanted = [0.0, *(min(LEAST_PAUSE * 2**i, MOST_PAUSE) for i in range(9)), 0.0]
+    longest = min(MOST_PAUSE, HOLD_SECONDS)  # by then the urgent ones have not moved for a while
+    wanted = [max(QUIET_SECONDS, each) for each in (0.0, *(min(LEAST_PAUSE * 2**i, longest) for i in range(9)), 0.0)]
     assert first == 0 and found == pytest.approx(wanted, abs=STEP / 5)
     assert pauses(Port(), [1, *[9] * 10], urgent=False) == [0.0] * 11
 
 
 def test_a_link_that_is_slower_from_now_on_is_no_busy_one():
     """In the end: what was fast is forgotten."""
-    assert pauses(Port(), [1, *[9] * 500], urgent=True)[-50:] == [0.0] * 50
+    assert pauses(Port(), [1, *[9] * 500], urgent=True)[-50:] == pytest.approx([QUIET_SECONDS] * 50, abs=STEP / 5)
 
 
 CROSSED = [Offer(0, "urgent", 0, 3, after="held"), Offer(0, "held", 1, 3)]
@@ -281,6 +284,23 @@ def test_a_port_without_a_window_is_found(monkeypatch):
         test_an_urgent_message_leaves_at_once_and_whole()
 
 
+@pytest.mark.parametrize("seconds", [0.01, 0.08])
+def test_a_slow_link_is_no_late_receiver(seconds):
+    """All parts of an urgent message are through at once, later than HOLD_SECONDS: until then it holds others back."""
+    port, parts = Port(), 4
+    for begun in (1.0, 2.0):  # the first one shows how fast the link is
+        port.add(queued(Offer(0, f"tp {begun}", 0, parts), Call()), begun)
+        port.add(queued(Offer(0, f"dp {begun}", 1, 1), Call()), begun)
+        urgent = [message for _ in range(parts) if (message := port.next(begun)) and message.begin()]
+        assert len(urgent) == parts
+        patience = HOLD_SECONDS if begun == 1.0 else min(max(HOLD_SECONDS, PATIENCE * parts * seconds), STARVE_SECONDS)
+        assert port.next(begun + 0.99 * patience) is None
+        (late := port.next(begun + 1.01 * patience)).begin()
+        for message in urgent:
+            port.done(message, begun + parts * seconds)
+        port.done(late, begun + parts * seconds)
+
+
 def test_an_abandoned_call_leaves_nothing():
     """Its parts never leave, and what it has in flight holds nothing back."""
     port, urgent, dp, other = Port(), Call(), Call(), Call()
@@ -291,7 +311,7 @@ def test_an_abandoned_call_leaves_nothing():
     port.forget(dp)
     assert port.held == 1 and port.next(0.0) is None
     port.forget(urgent)
-    assert port.next(0.0).task is other and port.held == 0
+    assert port.next(2 * QUIET_SECONDS).task is other and port.held == 0
     port.done(flying[0], 0.0)  # a late completion of a part of the abandoned call
     assert port.held == 0
 
