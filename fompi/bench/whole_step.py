@@ -17,6 +17,7 @@ from fompi.engine.communicator import Communicator
 from fompi.model.pipeline import predicted
 from fompi.model.simulate import simulate
 from fompi.parallel.step_plan import KERNELS, plan
+from fompi.parallel.step_problem import LayerForm
 from fompi.runtime.binding import bind
 from fompi.tuning.rounds import Figure, Row, alternate
 
@@ -34,13 +35,13 @@ def mesh_of(size: int) -> dict[str, int]:
 
 
 def whole_step(comm: Communicator, cluster: TcpHosts, rounds: int) -> Row:
-    """Parameters sharded over dp (ZeRO-3), layers over tp, stages over pp: gathers, sums, updates in one plan.
+    """Parameters sharded over dp (ZeRO-3), attention and MLP over tp, stages over pp, sums and updates in one plan.
 
     Bound: the kernels, the bubble of 1F1B with its messages, the first gather of a stage, and the last sum of one. The
     messages of tp hide behind the kernels. The simulation has the latency and the bandwidth of the links, measured.
     """
     mesh, mpi = mesh_of(comm.size), comm.link.comm
-    how = {"microbatches": MICROBATCHES, "layers": [PARAMETERS] * LAYERS, "shape": SHAPE, "seconds": SECONDS}
+    how = {"microbatches": MICROBATCHES, "layers": [LayerForm(PARAMETERS, "attention"), LayerForm(PARAMETERS)] * (LAYERS // 2), "shape": SHAPE, "seconds": SECONDS}
     made, other = (plan(schedule, mesh=mesh, **how) for schedule in ("1f1b", "gpipe"))  # type: ignore[arg-type]
     d, _, _ = made.problem.place(comm.rank)
     own: dict[str, Any] = {
