@@ -171,6 +171,7 @@ CLAIMS = (
             Pick("a step as one plan: time / simulated", "^a step as one plan", "simulated$"),
             Pick("TP beside DP, first come: exposed / alone", "^data beside tensor", "first come / alone"),
             Pick("TP beside DP, priorities: exposed / alone", "^data beside tensor", "^exposed.*priorities / alone"),
+            Pick("the same, whole steps: first come / priorities", "^data beside tensor", "^whole step, first come"),
         ),
     ),
     Claim(
@@ -185,8 +186,6 @@ CLAIMS = (
             Pick("torch 1F1B / fompi", "^pipeline", "^torch 1F1B / fompi 1F1B$"),
             Pick("torch 1F1B / fompi, eager", "^pipeline", "^torch 1F1B / fompi eager 1F1B$"),
             Pick("torch interleaved 1F1B / fompi", "^pipeline", "^torch interleaved / "),
-            Pick("data parallel: MFU", "^data parallel", "^fompi: MFU"),
-            Pick("zero=3: MFU", "^parameters sharded", "^fompi: MFU"),
         ),
     ),
     Claim(

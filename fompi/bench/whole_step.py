@@ -41,7 +41,12 @@ def whole_step(comm: Communicator, cluster: TcpHosts, rounds: int) -> Row:
     messages of tp hide behind the kernels. The simulation has the latency and the bandwidth of the links, measured.
     """
     mesh, mpi = mesh_of(comm.size), comm.link.comm
-    how = {"microbatches": MICROBATCHES, "layers": [LayerForm(PARAMETERS, "attention"), LayerForm(PARAMETERS)] * (LAYERS // 2), "shape": SHAPE, "seconds": SECONDS}
+    how = {
+        "microbatches": MICROBATCHES,
+        "layers": [LayerForm(PARAMETERS, "attention"), LayerForm(PARAMETERS)] * (LAYERS // 2),
+        "shape": SHAPE,
+        "seconds": SECONDS,
+    }
     made, other = (plan(schedule, mesh=mesh, **how) for schedule in ("1f1b", "gpipe"))  # type: ignore[arg-type]
     d, _, _ = made.problem.place(comm.rank)
     own: dict[str, Any] = {

@@ -97,21 +97,29 @@ class TrainingStep:
         given: dict[str, Any] = {f"p{number}": shard for number, shard in self.shards.items()} | self._others
         self.executor = bind(self.plan, comm=self.comm, kernels=kernels, **given)
 
+    def gathered(self) -> dict[int, list[Array]]:
+        """The parameters of the layers of this rank, whole, as they are after the last step. Collective."""
+        return {number: self._cut(number, flat) for number, flat in self._flat([*self.layers]).items()}
+
     def gather(self) -> None:
         """Take over what the program has written to `shards`. Only layers that stay need it. Collective."""
-        if not any(form.stay for form in self.problem.layers):
-            return
-        full, (_, t, p) = dict[int, Array](), self.problem.place(self.comm.rank)
-        for color, replicated in ((p * self.problem.axes[1] + t, False), (p, True)):
-            with self.comm.split(color, self.comm.rank, "alike") as alike:
-                for number, shard in self.shards.items():
-                    form = self.problem.layers[number]
-                    if form.stay and form.replicated == replicated:
-                        full[number] = np.asarray(all_gather(shard, comm=alike))
+        full = self._flat([number for number in self.layers if self.problem.layers[number].stay])
         for name, (number, part) in self.problem.kept(self.comm.rank).items():
             if name in self._others:
                 first = offsets(self.problem.shares(number))[part]
                 self._others[name][...] = full[number][first : first + len(self._others[name])]
+
+    def _flat(self, wanted: Sequence[int]) -> dict[int, Array]:
+        """These parameters in one row each, gathered from the ranks that have the same ones."""
+        found, (_, t, p) = dict[int, Array](), self.problem.place(self.comm.rank)
+        if not any(form.stay for form in self.problem.layers) and not wanted:
+            return found  # on no rank
+        for color, replicated in ((p * self.problem.axes[1] + t, False), (p, True)):
+            with self.comm.split(color, self.comm.rank, "alike") as alike:
+                for number in wanted:
+                    if self.problem.layers[number].replicated == replicated:
+                        found[number] = np.asarray(all_gather(self.shards[number], comm=alike))
+        return found
 
     def _shard(self, number: int) -> Array:
         flat = np.concatenate([w.reshape(-1) for w in self.layers[number].parameters] or [np.zeros(0)])
@@ -158,12 +166,16 @@ class TrainingStep:
     def _weights(self, number: int, parts: Sequence[Array]) -> list[Array]:
         """The parameters of a layer, which have been gathered. They are put together once in a step."""
         if number not in self._full:
-            flat, found, first = np.concatenate(parts), [], 0
-            for w in self.layers[number].parameters:
-                found.append(flat[first : first + w.size].reshape(w.shape))
-                first += w.size
-            self._full[number] = found
+            self._full[number] = self._cut(number, np.concatenate(parts))
         return self._full[number]
+
+    def _cut(self, number: int, flat: Array) -> list[Array]:
+        """The parameters of a layer from those in one row."""
+        found, first = [], 0
+        for w in self.layers[number].parameters:
+            found.append(flat[first : first + w.size].reshape(w.shape))
+            first += w.size
+        return found
 
     def _add(self, number: int, gradients: Gradients, sums: Sequence[Array], has_terms: bool) -> None:
         """Add the gradients of the weights to the sums so far, of each part of the parameters."""

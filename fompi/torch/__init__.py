@@ -4,6 +4,7 @@
 - `data_parallel`: `fompi.torch.DistributedDataParallel`, gradients that leave in the backward.
 - `zero`: `fompi.torch.ZeroDataParallel`, the same with shards of the state of the optimizer.
 - `pipeline`: `fompi.torch.Pipeline`, whose stages are modules.
+- `whole_step`: `fompi.torch.TrainingStep`, whose layers are modules.
 - `autograd`: the node. `fompi.<operation>(...)` calls it by itself.
 - `operators`: the operations as operators of torch, for `torch.compile`. `fompi.torch.<operation>` calls them.
 - `strategy_operators`: the same for strategies, and for operations whose rows go to experts.
@@ -51,6 +52,8 @@ def __getattr__(name: str) -> Any:
         return import_module("fompi.torch.comm_hook").wire
     if name == "Pipeline":
         return import_module("fompi.torch.pipeline").Pipeline
+    if name == "TrainingStep":
+        return import_module("fompi.torch.whole_step").TrainingStep
     if name in ("communicator", "replicated_matmul", *import_module("fompi").__all__):
         operators = import_module("fompi.torch.operators")
         if name in operators.PUBLIC:

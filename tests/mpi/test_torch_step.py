@@ -1,0 +1,131 @@
+"""A whole step as one plan from modules: parameters and losses are those of torch in one process."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+import fompi
+import fompi.torch
+
+pytestmark = pytest.mark.ranks(mpich=[2, 4], openmpi=[3])
+
+FEATURES, HIDDEN, ROWS, VOCABULARY = 3, 4, 5, 7
+MESHES = {
+    1: [{"dp": 1}],
+    2: [{"dp": 2}, {"tp": 2}, {"pp": 2}],
+    3: [{"dp": 3}, {"tp": 3}],
+    4: [{"dp": 2, "tp": 2}, {"tp": 2, "pp": 2}],
+    8: [{"dp": 2, "tp": 2, "pp": 2}],
+}
+
+
+class Mlp(torch.nn.Module):
+    residual = True
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(FEATURES, HIDDEN), torch.nn.Linear(HIDDEN, FEATURES, bias=False)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Attention(torch.nn.Module):
+    kind, residual = "attention", True
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.out = torch.nn.Linear(FEATURES, 6), torch.nn.Linear(2, FEATURES, bias=False)
+
+    def qkv(self, x):
+        return self.into(x)
+
+    def attention(self, qkv):
+        q, k, v = torch.cat(qkv).chunk(3, 1)
+        o = torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+        return o.split([len(each) for each in qkv])
+
+    def output(self, o):
+        return self.out(o)
+
+
+class Embedding(torch.nn.Embedding):
+    kind, stay = "embedding", True
+
+
+class Head(torch.nn.Linear):
+    kind = "head"
+
+    def forward(self, y, targets):
+        return torch.nn.functional.cross_entropy(super().forward(y), targets, reduction="sum")
+
+
+def loss_of(model, ids, targets):
+    """Of a micro-batch, in one process: the terms of all ranks of tp are added."""
+    x = model[0][0](ids)
+    for of in model[1:-1]:
+        terms = [m.output(m.attention([m.qkv(x)])[0]) if hasattr(m, "qkv") else m(x) for m in of]
+        x = x + sum(terms)
+    return model[-1][0](x, targets)
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_language_model_of_modules(world):
+    for mesh in MESHES.get(world.size, []):
+        dp, tp, pp = (mesh.get(name, 1) for name in ("dp", "tp", "pp"))
+        torch.manual_seed(dp + 10 * tp + 100 * pp)
+        middle = [[(Mlp if n % 2 else Attention)() for _ in range(tp)] for n in range(2 * pp)]
+        ends = [[Embedding(VOCABULARY, FEATURES)] * tp, [Head(FEATURES, VOCABULARY, bias=False)] * tp]
+        model = [ends[0], *middle, ends[1]]
+        whole = copy.deepcopy(model)
+        optimizer = torch.optim.SGD([p for of in whole for m in {*of} for p in m.parameters()], 1e-2, momentum=0.9)
+        t, d = world.rank % tp, world.rank // tp % dp
+        how = {"microbatches": 2, "shape": (ROWS, FEATURES), "dtype": "float64", "comm": world, "layers": len(model)}
+        how["optimizer"] = fompi.parallel.data.SGD(1e-2, momentum=0.9)
+        with fompi.torch.TrainingStep(lambda n, model=model, t=t: model[n][t], mesh=mesh, **how) as step:
+            for _ in range(3):
+                ids, targets = torch.randint(VOCABULARY, (2, 2 * dp, tp, ROWS))
+                own = slice(2 * d, 2 * d + 2)
+                losses = step(ids[own, t], targets[own, t])
+                optimizer.zero_grad()
+                expected = sum(loss_of(whole, a.flatten(), b.flatten()) for a, b in zip(ids, targets, strict=True))
+                expected.backward()
+                optimizer.step()
+                every = fompi.all_gather(np.array([[0.0] * 2 if losses is None else losses]), comm=world)
+                assert every.sum() == pytest.approx(expected.item(), rel=1e-10)
+            step.write_back()
+            assert sorted(step.modules) == step.problem.held(world.rank)
+            for number, module in step.modules.items():
+                for p, q in zip(module.parameters(), whole[number][t].parameters(), strict=True):
+                    torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-11)
+
+
+def test_a_loss_beside_modules(world):
+    """Without a head, and without a residual: one product of all ranks of dp."""
+    torch.manual_seed(1)
+    net, x, y = torch.nn.Linear(FEATURES, FEATURES), torch.randn(2, ROWS, FEATURES), torch.randn(2, ROWS, FEATURES)
+    loss, alone = torch.nn.MSELoss(reduction="sum"), copy.deepcopy(net)
+    how = {"microbatches": 2, "shape": (ROWS, FEATURES), "comm": world, "layers": 1, "mesh": {"dp": world.size}}
+    how["dtype"] = str(x.dtype).removeprefix("torch.")
+    with fompi.torch.TrainingStep(lambda _: net, loss=loss, optimizer=fompi.parallel.data.SGD(0.01), **how) as step:
+        losses = step(x, y)
+        step.write_back()
+    expected = [loss(alone(a), b) for a, b in zip(x, y, strict=True)]
+    assert losses == pytest.approx([each.item() for each in expected], rel=1e-5)
+    sum(expected).backward()
+    for p, q in zip(net.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.data, q.data - 0.01 * world.size * q.grad)
+
+
+@pytest.mark.parametrize("spoil", [lambda p: p.requires_grad_(False), lambda p: setattr(p, "data", p.data.bfloat16())])
+def test_parameters_that_a_step_cannot_have(world, spoil):
+    def make(_):
+        net = torch.nn.Linear(FEATURES, FEATURES)
+        spoil(net.weight)
+        return net
+
+    how = {"microbatches": 1, "shape": (ROWS, FEATURES), "comm": world, "layers": 1, "mesh": {"dp": world.size}}
+    with pytest.raises(fompi.TensorError, match="the parameter weight is"):
+        fompi.torch.TrainingStep(make, loss=lambda y, _: y.sum(), optimizer=fompi.parallel.data.SGD(0.1), **how)
