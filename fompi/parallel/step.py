@@ -138,6 +138,8 @@ class TrainingStep:
         with self.comm.joint("a training step"):
             self.executor()
         self.input_gradients = self._gradients or None
+        if (report := self.comm.engine.report) is not None:
+            report.mark(report.updates[id(self)])
         return self._losses if self._is_last() else None
 
     def _is_last(self) -> bool:

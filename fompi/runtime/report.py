@@ -355,8 +355,8 @@ def mark_step(tokens: float | None = None, flops: float | None = None) -> None:
 
     The first mark begins the first step that counts, so that a warm-up does not. `tokens`: what a step computes on all
     ranks together, as tokens, rows or samples. `flops`: its floating-point operations, of all ranks together; by
-    default those of the products that fompi carries out. Without marks, a `DataParallel.step` or the `step` of an
-    optimizer of PyTorch ends a step.
+    default those of the products that fompi carries out. Without marks, a `DataParallel.step`, a
+    call of a `TrainingStep`, or the `step` of an optimizer of PyTorch ends a step.
     It sends nothing, and does nothing without FOMPI_REPORT. Raises ArgumentError for what is no number, or negative.
     """
     for name, number in (("tokens", tokens), ("flops", flops)):
