@@ -5,8 +5,8 @@
     with TrainingStep(make, layers=8, mesh=mesh, comm=comm, **how) as step:
         losses = step(inputs, targets)               # of the micro-batches, on the ranks of the last stage
 
-`make(l)` is layer l of the model on this rank of tp (`step_layers`): a `Layer` or `Attention`. The first one may be an
-`Embedding`, and the last one a `Head`, which is the loss then. Of its parameters a rank keeps a part between steps.
+`make(l)` is layer l of the model on this rank of tp (`step_layers`): a `Layer` or `AttentionLayer`. The first one may be
+an `EmbeddingLayer`, the last one a `HeadLayer`, which is the loss. A rank keeps a part of the parameters between steps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TrainingStep:
     features). `schedule` is as for `step_plan.plan`, `optimizer` an SGD or AdamW of `fompi.parallel.data`.
 
     `loss(y, target) -> (value, dy)` gets some rows of a micro-batch at a time; the values are added. A layer gets rows
-    in the same way (`Layer`): a half of those of a rank of tp. A `Head` computes the loss by itself.
+    in the same way (`Layer`): a half of those of a rank of tp. A `HeadLayer` has the loss.
 
     Collective. Raises PlanError, LayoutError, ShapeError or MismatchError on all ranks if the arguments do not fit.
     """

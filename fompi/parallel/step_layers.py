@@ -31,7 +31,7 @@ class Layer(Protocol):
         """(the term of the gradient of x, the gradients of the weights)."""
 
 
-class Attention(Protocol):
+class AttentionLayer(Protocol):
     """A layer whose rows mix: y = x + sum over tp of output(attention(qkv(x))), with the heads of this rank of tp.
 
     `qkv` and `output` get some rows at a time, and `attention` what `qkv` has returned for all rows of the micro-batch:
@@ -61,7 +61,7 @@ class Attention(Protocol):
         """(the term of the gradient of x, the gradients of the weights)."""
 
 
-class Embedding(Protocol):
+class EmbeddingLayer(Protocol):
     """x = forward(inputs): the first layer, with the same parameters on all ranks of tp. Inputs are of any form."""
 
     kind: str = "embedding"
@@ -74,7 +74,7 @@ class Embedding(Protocol):
         """The gradients of the weights."""
 
 
-class Head(Protocol):
+class HeadLayer(Protocol):
     """value = loss of the rows of this rank: the last layer, with the same parameters on all ranks of tp."""
 
     kind: str = "head"

@@ -44,7 +44,7 @@ class TrainingStep(step.TrainingStep):
 
         def layer(number: int) -> Any:
             module = self.modules[number] = make(number)
-            return _OF_KIND.get(getattr(module, "kind", "rows"), Rows)(module)
+            return _OF_KIND.get(getattr(module, "kind", "rows"), RowsOfModule)(module)
 
         super().__init__(layer, loss=None if loss is None else _loss(loss), **options)
 
@@ -114,7 +114,7 @@ class _OfModule:
         return found[0] if count else None, found[count:]
 
 
-class Rows(_OfModule):
+class RowsOfModule(_OfModule):
     def forward(self, weights: Arrays, x: Any) -> tuple[Any, Recorded]:
         y, recorded = self.call(self.module, weights, _leaf(x))
         return y.detach().numpy(), recorded
@@ -123,7 +123,7 @@ class Rows(_OfModule):
         return self.gradients(saved, dy)
 
 
-class Attention(_OfModule):
+class AttentionOfModule(_OfModule):
     def qkv(self, weights: Arrays, x: Any) -> tuple[torch.Tensor, Recorded]:
         return self.call(self.module.qkv, weights, _leaf(x))
 
@@ -147,7 +147,7 @@ class Attention(_OfModule):
         return self.gradients(saved, dqkv)
 
 
-class Embedding(_OfModule):
+class EmbeddingOfModule(_OfModule):
     def forward(self, weights: Arrays, inputs: Any) -> tuple[Any, Recorded]:
         y, recorded = self.call(self.module, weights, inputs)
         return y.detach().numpy(), recorded._replace(leaves=[])
@@ -156,7 +156,7 @@ class Embedding(_OfModule):
         return self.gradients(saved, dx)[1]
 
 
-class Head(_OfModule):
+class HeadOfModule(_OfModule):
     def loss(self, weights: Arrays, y: Any, targets: Any) -> tuple[Any, Any, Gradients]:
         """autograd has all gradients at once, so those of the parameters wait as they are."""
         value, recorded = self.call(self.module, weights, _leaf(y), targets)
@@ -167,4 +167,4 @@ class Head(_OfModule):
         return saved
 
 
-_OF_KIND = {"attention": Attention, "embedding": Embedding, "head": Head}
+_OF_KIND = {"attention": AttentionOfModule, "embedding": EmbeddingOfModule, "head": HeadOfModule}

@@ -19,6 +19,7 @@ SEVERAL = {
     "Stream": "the protocol of a device, and its two implementations",
     "StreamEvent": "the protocol of a device, and its two implementations",
     "Pipeline": "that of arrays, and that of modules of torch",
+    "TrainingStep": "the same",
 }
 """Names of several classes, and why."""
 
