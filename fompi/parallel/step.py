@@ -5,8 +5,8 @@
     with TrainingStep(make, layers=8, mesh=mesh, comm=comm, **how) as step:
         losses = step(inputs, targets)               # of the micro-batches, on the ranks of the last stage
 
-`make(l)` is layer l of the model on this rank of tp (`step_layers`): a `Layer` or `AttentionLayer`. The first one may be
-an `EmbeddingLayer`, the last one a `HeadLayer`, which is the loss. A rank keeps a part of the parameters between steps.
+`make(l)` is layer l of the model on this rank of tp (`step_layers`): a `Layer` or `AttentionLayer`. The first may be an
+`EmbeddingLayer`, the last one a `HeadLayer`, which is the loss. A rank keeps a part of the parameters between steps.
 """
 
 from __future__ import annotations
