@@ -34,11 +34,11 @@ class Mesh(Shared, Mapping[str, Communicator]):
 
     `priority=("tp", "pp", "dp")` says whose messages go first where axes share the links of a rank: those of tp, then
     those of pp. Axes that are not named come last, all alike. While messages of a more urgent axis move, and 10 ms
-    longer, the others wait. They leave in parts of 64 KiB, few at a time, so that an urgent message waits for little. They also leave
-    while urgent ones wait for their receivers, and each axis sends at least one part every 0.5 s. A communicator of
-    several axes is as urgent as the least urgent of them, and a split of one as the one that was split. Small messages,
-    collectives of the MPI library (the schedules `unfused` and `sliced`) and copies between devices of one host do not
-    wait. Without `priority` messages go when they are ready.
+    longer, the others wait. They leave in parts of 64 KiB, few at a time, so that an urgent message waits for little.
+    They also leave while urgent ones wait for their receivers, and each axis sends at least one part every 0.5 s. A
+    communicator of several axes is as urgent as the least urgent of them, and a split of one as the one that was split.
+    Small messages, collectives of the MPI library (the schedules `unfused` and `sliced`) and copies between devices of
+    one host do not wait. Without `priority` messages go when they are ready.
     """
 
     def __init__(self, comm: Any = None, /, *, priority: Sequence[str] | None = None, **axes: int):
