@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fompi.backends.emulated import Emulated
+from fompi.backends.numbers import product
 from fompi.parallel.activations import activate, activate_backward
-from fompi.parallel.arrays import add, product
+from fompi.parallel.arrays import add
 from fompi.parallel.attention import Rule, attend, attend_backward, merge
 from fompi.parallel.exchange import grouped, grouped_gradient
 from fompi.tensors.arena import Arena

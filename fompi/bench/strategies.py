@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fompi.backends.numbers import product
 from fompi.base.layout import split
 from fompi.bench.accelerator import INSTANT, PILOT_ROUNDS, Accelerator
 from fompi.bench.cluster import IDLE_SECONDS
@@ -23,7 +24,6 @@ from fompi.ops.operations import (
     matmul_all_to_all_columns,
     reduce_scatter,
 )
-from fompi.parallel.arrays import product
 from fompi.parallel.data import SGD, DataParallel
 from fompi.parallel.expert import experts_of, moe
 from fompi.parallel.sequence import Sharding, ring_attention, ulysses_attention, usp_attention

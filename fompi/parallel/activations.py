@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from fompi.backends.numbers import constant, contiguous, place
+
 Array = np.ndarray[Any, Any]
 
 ACTIVATIONS = ("none", "relu", "gelu", "silu", "swiglu")
@@ -33,7 +35,7 @@ def activate(z: Array, activation: str) -> Array:
 def activate_backward(z: Array, dy: Array, activation: str) -> Array:
     """The gradient of z, where dy is that of `activate(z, activation)`."""
     if activation == "relu":
-        return np.where(z > 0, dy, np.zeros((), dy.dtype))
+        return np.where(z > 0, dy, dy.dtype.type(0))
     if activation == "gelu":
         return dy * (normal(z) + z * np.exp(-z * z / 2) * z.dtype.type(1 / sqrt(2 * pi)))
     if activation == "silu":
@@ -59,10 +61,11 @@ def normal(z: Array) -> Array:
     """The distribution function of the standard normal distribution. In float32 within 3e-7 (5e-6 of it from -6 on)."""
     if z.dtype == np.float64:
         return 0.5 + 0.5 * erf(z * sqrt(0.5))
-    flat = np.ascontiguousarray(z, np.float32).reshape(-1)
+    flat = contiguous(z.astype(np.float32, copy=False)).reshape(-1)
     y = np.empty_like(flat)
-    for start in range(0, flat.size, BLOCK):
-        _normal_float32(flat[start : start + BLOCK], y[start : start + BLOCK])
+    step = BLOCK if place(flat) is None else max(flat.size, 1)
+    for start in range(0, flat.size, step):
+        _normal_float32(flat[start : start + step], y[start : start + step])
     return y.reshape(z.shape).astype(z.dtype, copy=False)
 
 
@@ -96,7 +99,7 @@ def _normal_float32(z: Array, y: Array) -> None:
     np.exp(y, out=y)
     y *= t
     y *= np.float32(0.5)
-    np.subtract(np.float32(1), y, out=y, where=z > 0)
+    np.copyto(y, np.float32(1) - y, where=z > 0)
 
 
 CELLS, LAST, TERMS = 32, 6, 9
@@ -122,7 +125,8 @@ def erf(x: Array) -> Array:
     size = np.minimum(np.nan_to_num(np.abs(x).astype(np.float64)), LAST)
     cell = np.minimum((size * CELLS).astype(np.intp), CELLS * LAST - 1)
     h = size - (cell + 0.5) / CELLS
-    y = _TAYLOR[-1][cell]
-    for terms in _TAYLOR[-2::-1]:
+    table = constant(_TAYLOR, size)
+    y = table[-1][cell]
+    for terms in table[-2::-1]:
         y = y * h + terms[cell]
     return np.where(np.isnan(x), x, np.copysign(y, x)).astype(x.dtype)

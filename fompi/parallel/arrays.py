@@ -1,18 +1,21 @@
 """What the strategies have in common: their tensors as arrays, and the agreement of the ranks before each of them.
 
-A strategy computes with NumPy arrays of the host. Half types are widened to float32 for that, and rounded once.
+A strategy computes with NumPy's functions, on arrays of the host or of a device (`fompi.backends.numbers`). Half types
+are widened to float32 for that, and rounded once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
+from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
 
-from fompi.backends.half import narrow
-from fompi.base.errors import DtypeError, ShapeError, TensorError
+from fompi.backends.half import storage
+from fompi.backends.numbers import for_numpy, narrow, place, stored
+from fompi.base.errors import DeviceError, DtypeError, ShapeError, TensorError
 from fompi.base.layout import CARRIERS, HALF
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import begin_agreement
@@ -23,6 +26,7 @@ from fompi.ops.pending import Pending
 from fompi.parallel import section
 from fompi.parallel.turns import give_way, in_turn, is_in_turns
 from fompi.tensors import dlpack
+from fompi.tensors.device_array import DeviceArray
 from fompi.tensors.dlpack import Lent, Tensor
 
 Array = np.ndarray[Any, Any]
@@ -72,10 +76,10 @@ def admit(
 
 
 def borrow(x: Any, name: str, like: Tensor | None = None, ndim: int | None = None) -> Tensor:
-    """The tensor `x`: floating-point numbers on the host, of the dtype of `like`, with `ndim` dimensions."""
-    tensor = dlpack.borrow(x, name)
-    if tensor.device is not None:
-        raise TensorError(f"{name} is on {tensor.device.name}, but this strategy computes on the host: copy it there")
+    """The tensor `x`: floating-point numbers, of the dtype and on the device of `like`, with `ndim` dimensions."""
+    tensor = borrow_any(x, name)
+    if like is not None:
+        _check_place(name, tensor.array, like.array)
     if tensor.dtype not in FLOATS:
         raise DtypeError(f"{name} has dtype {tensor.dtype}: it must be one of {', '.join(FLOATS)}")
     if like is not None and tensor.dtype != like.dtype:
@@ -85,20 +89,37 @@ def borrow(x: Any, name: str, like: Tensor | None = None, ndim: int | None = Non
     return tensor
 
 
-def borrow_integers(x: Any, name: str) -> Array:
-    """The tensor `x` of integers on the host as an array."""
+def borrow_any(x: Any, name: str) -> Tensor:
+    """The tensor `x` of any dtype, with an array that NumPy's functions take."""
     tensor = dlpack.borrow(x, name)
-    if tensor.device is not None:
-        raise TensorError(f"{name} is on {tensor.device.name}, but this strategy computes on the host: copy it there")
+    if (device := tensor.device) is not None:
+        device.meet()
+        tensor.array = for_numpy(tensor.array)
+    return tensor
+
+
+def _check_place(name: str, array: Array, other: Array) -> None:
+    """Raise TensorError if a tensor is on another device than the first tensor of the call."""
+    if (here := place(array)) is not (there := place(other)):
+        where = [f"the {device.name}" if device is not None else "the host" for device in (here, there)]
+        raise TensorError(f"{name} is on {where[0]}, but the first tensor is on {where[1]}: copy one of them")
+
+
+def borrow_integers(x: Any, name: str, like: Tensor | None = None) -> Array:
+    """The tensor `x` of integers as an array, on the device of `like`."""
+    tensor = borrow_any(x, name)
+    if like is not None:
+        _check_place(name, tensor.array, like.array)
     if tensor.array.dtype.kind not in "iu" or tensor.dtype in CARRIERS:
         raise DtypeError(f"{name} has dtype {tensor.dtype}: it must be an integer dtype")
     array: Array = tensor.array
     return array
 
 
-def borrow_gradient(dy: Any, dtype: str, shape: Sequence[int]) -> Array:
-    """The gradient of a result with this dtype and shape, as an array of that dtype."""
+def borrow_gradient(dy: Any, dtype: str, shape: Sequence[int], like: Tensor) -> Array:
+    """The gradient of a result with this dtype and shape, as an array of that dtype, on the device of `like`."""
     tensor = borrow(dy, "dy")
+    _check_place("dy", tensor.array, like.array)
     if tensor.dtype != dtype:
         raise DtypeError(f"dy has dtype {tensor.dtype}, but the result has {dtype}")
     if tensor.array.shape != tuple(shape):
@@ -109,7 +130,7 @@ def borrow_gradient(dy: Any, dtype: str, shape: Sequence[int]) -> Array:
 
 def give(array: Array, like: Tensor) -> Any:
     """The numbers as a tensor with the framework and the dtype of `like`."""
-    return dlpack.lend(narrow(array, like.dtype), like.dtype, like)
+    return lent(narrow(array, like.dtype), like)
 
 
 def call(operation: Operation[Any], *arrays: Any, dtype: str, **options: Any) -> Any:
@@ -172,6 +193,22 @@ def arrived(pending: Pending) -> Any:
     return _arrays(pending.wait())
 
 
+def read(fetched: Any, comm: Communicator) -> Array:
+    """The numbers that `fompi.backends.numbers.fetch` has asked for. Messages go on while this rank waits for them."""
+    give_way()
+    engine, until = comm.engine, perf_counter() + comm.engine.timeout
+    while not fetched.done():
+        if perf_counter() > until:
+            raise DeviceError(f"rank {comm.rank} waits for numbers of its device for {engine.timeout:g} s")
+        engine.progress_while_waiting()
+        sleep(POLL_SECONDS)
+    array: Array = fetched.get()
+    return array
+
+
+POLL_SECONDS = 2e-5
+
+
 def arrived_from(pending: Pending, rank: int) -> Array:
     """The rows of the result that come from `rank`, as an array, as soon as they are there."""
     give_way()
@@ -187,16 +224,20 @@ def _tensors(arrays: Sequence[Any], options: dict[str, Any], dtype: str) -> list
 
 
 def _tensor(array: Any, dtype: str) -> Any:
-    if dtype not in CARRIERS:
-        return array
     if isinstance(array, list):
         return [_tensor(a, dtype) for a in array]
+    if place(array) is not None:
+        return dlpack.lend(stored(array), dtype, "device")
+    if dtype not in CARRIERS:
+        return array
     return Lent(array if array.flags.writeable else array.copy(), dtype)
 
 
 def _arrays(result: Any) -> Any:
     if isinstance(result, tuple):
         return tuple(map(_arrays, result))
+    if isinstance(result, DeviceArray):
+        return for_numpy(result.view(storage(result.dtype.name)))
     return result.array if isinstance(result, Lent) else result
 
 
@@ -204,28 +245,33 @@ def enter_backward(name: str, saved: Any, dy: Any) -> Array:
     """dy as an array, once all ranks have begun this backward."""
 
     def check(comm: Communicator) -> tuple[str, int, Array]:
-        return "", 0, borrow_gradient(dy, saved.dtype, saved.shape)
+        return "", 0, borrow_gradient(dy, saved.dtype, saved.shape, saved.like)
 
     array: Array = enter(f"the backward of {name}", saved.comm, check)[1]
     return array
 
 
-def memory(comm: Communicator, shape: tuple[int, ...], dtype: Any) -> Array:
-    """`np.empty(shape, dtype)`, in memory that the process has used before: new memory costs as much as a copy."""
+def memory(comm: Communicator, shape: tuple[int, ...], dtype: Any, like: Array) -> Array:
+    """`np.empty(shape, dtype)` where `like` is, in memory that was used before: new memory costs as much as a copy."""
+    if place(like) is not None:
+        return np.empty(shape, dtype, like=like)
     array: Array = comm.engine.arena.take(shape, dtype)
     return array
 
 
-def zeros(comm: Communicator, shape: tuple[int, ...], dtype: Any) -> Array:
-    """`np.zeros(shape, dtype)`, in such memory."""
-    array = memory(comm, shape, dtype)
+def zeros(comm: Communicator, shape: tuple[int, ...], dtype: Any, like: Array) -> Array:
+    """`np.zeros(shape, dtype)` where `like` is, in such memory."""
+    array = memory(comm, shape, dtype, like)
     array.fill(0)
     return array
 
 
 def gathered(comm: Communicator, rows: Array, numbers: Array) -> Array:
     """rows[numbers]"""
-    return np.take(rows, numbers, 0, out=memory(comm, (len(numbers), *rows.shape[1:]), rows.dtype), mode="clip")
+    if place(rows) is not None:
+        return rows[numbers]
+    out = memory(comm, (len(numbers), *rows.shape[1:]), rows.dtype, rows)
+    return np.take(rows, numbers, 0, out=out, mode="clip")
 
 
 def keywords_of(saved: Any) -> dict[str, Any]:
@@ -238,18 +284,14 @@ def as_rows(a: Array) -> Array:
     return a.reshape(prod(a.shape[:-1]), a.shape[-1])
 
 
-def lent(array: Array, like: Tensor) -> Any:
-    """An array in the dtype of `like`, as a tensor of its framework."""
-    return dlpack.lend(array, like.dtype, like)
+def lent(array: Array, like: Tensor, dtype: str | None = None) -> Any:
+    """An array that holds `dtype`, by default that of `like`, as a tensor of the framework of `like`."""
+    if (device := place(array)) is not None:
+        device.meet()
+    return dlpack.lend(stored(array), dtype or like.dtype, like)
 
 
 # -- kernels of strategies are functions, so that a benchmark can put emulated ones in their place
-
-
-def product(a: Array, b: Array) -> Array:
-    """a @ b, where b is a matrix."""
-    y: Array = a @ b
-    return y
 
 
 def add(into: Array, other: Array) -> None:

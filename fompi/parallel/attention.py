@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from fompi.backends.numbers import constant, contiguous, filled
 from fompi.base.errors import LayoutError
 from fompi.base.layout import integer, number
 
@@ -112,22 +113,22 @@ def attend(
 
     `reads[h]` is the key head that query head h reads. A query that sees no key has o = 0 and lse = -infinity.
     """
-    o = np.zeros((*q.shape[:2], v.shape[2]), q.dtype)
-    lse = np.full(q.shape[:2], -np.inf, q.dtype)
+    o = filled((*q.shape[:2], v.shape[2]), q.dtype, 0, q)
+    lse = filled(q.shape[:2], q.dtype, -np.inf, q)
     if not q.shape[1]:
         return o, lse
     scale = rule.scale_of(q.shape[2])
     for queries, seen in rule.tiles(q_at, k_at):
         mine = _heads_first(q[queries]) * q.dtype.type(scale)
-        top = np.full(mine.shape[:2], -np.inf, q.dtype)
-        total, sums = np.zeros_like(top), np.zeros((*top.shape, v.shape[2]), q.dtype)
+        top = filled(mine.shape[:2], q.dtype, -np.inf, q)
+        total, sums = np.zeros_like(top), filled((*top.shape, v.shape[2]), q.dtype, 0, q)
         for keys, mask in seen:
-            s = _masked(mine @ _heads_first(k[keys][:, reads]).swapaxes(1, 2), mask)
+            s = _masked(mine @ _heads_first(_read(k[keys], reads)).swapaxes(1, 2), mask)
             new = np.maximum(top, s.max(2))
             base = _finite(new)
             e, shrunk = np.exp(s - base[..., None]), np.exp(top - base)
             total = total * shrunk + e.sum(2)
-            sums = sums * shrunk[..., None] + e @ _heads_first(v[keys][:, reads])
+            sums = sums * shrunk[..., None] + e @ _heads_first(_read(v[keys], reads))
             top = new
         o[queries] = (sums / np.where(total == 0, 1, total)[..., None]).swapaxes(0, 1)
         with np.errstate(divide="ignore"):
@@ -167,7 +168,7 @@ def attend_backward(
         base, minus = _finite(lse[queries]).T[..., None], delta[queries].T[..., None]
         sums = np.zeros_like(mine)
         for keys, mask in seen:
-            key, value = _heads_first(k[keys][:, reads]), _heads_first(v[keys][:, reads])
+            key, value = _heads_first(_read(k[keys], reads)), _heads_first(_read(v[keys], reads))
             p = np.exp(_masked(mine @ key.swapaxes(1, 2) * scale, mask) - base)
             ds = p * (dmine @ value.swapaxes(1, 2) - minus) * scale
             sums += ds @ key
@@ -181,11 +182,18 @@ def attend_backward(
 
 def _heads_first(x: Array) -> Array:
     """(tokens, heads, d) as (heads, tokens, d), contiguous: products of strided arrays are slow."""
-    return np.ascontiguousarray(x.swapaxes(0, 1))
+    return contiguous(x.swapaxes(0, 1))
+
+
+def _read(x: Array, reads: Sequence[int]) -> Array:
+    """x[:, reads]"""
+    if list(reads) == [*range(x.shape[1])]:
+        return x
+    return x[:, constant(np.asarray(reads, np.intp), x)]
 
 
 def _masked(s: Array, mask: Array | None) -> Array:
-    return s if mask is None else np.where(mask, s, -np.inf)
+    return s if mask is None else np.where(constant(mask, s), s, s.dtype.type(-np.inf))
 
 
 def _finite(x: Array) -> Array:

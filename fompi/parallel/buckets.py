@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.half import narrow, widen
+from fompi.backends.numbers import narrow, widen
 from fompi.backends.wires import Feedback, carry
 from fompi.base.errors import DtypeError, LayoutError, ShapeError, TensorError
 from fompi.base.layout import accumulator, integer, offsets, split

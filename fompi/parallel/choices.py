@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.half import widen
+from fompi.backends.numbers import counting, filled, wide_product
 from fompi.base.errors import LayoutError, PlanError, ShapeError
 from fompi.base.layout import number, offsets, split
 from fompi.engine.communicator import Communicator
@@ -38,19 +38,23 @@ def choose(logits: Array, k: int, normalize: bool, capacity: int | None, policy:
     """The k experts with the greatest logits, ties to the lower expert. Each expert keeps `capacity` rows."""
     rows, experts = logits.shape
     best = np.argsort(-logits, axis=1, kind="stable")[:, :k]
-    e = np.exp(logits - logits.max(1, keepdims=True, initial=-np.inf))
+    e = np.exp(logits - logits.max(1, keepdims=True))
     probabilities = e / e.sum(1, keepdims=True)
     shares = np.take_along_axis(probabilities, best, 1)
     if normalize:
         shares = shares / shares.sum(1, keepdims=True)
-    kept = np.ones((rows, k), bool)
+    kept = filled((rows, k), bool, True, logits)
     if capacity is not None:
-        for expert in range(experts):
-            token, slot = np.nonzero(best == expert)
-            if policy == "probs":  # the greatest weights stay, ties to the earlier row
-                order = np.argsort(-shares[token, slot], kind="stable")
-                token, slot = token[order], slot[order]
-            kept[token[capacity:], slot[capacity:]] = False
+        flat = best.reshape(-1)
+        order = counting(rows * k, logits)
+        if policy == "probs":  # the greatest weights stay, ties to the earlier row
+            order = np.argsort(-shares.reshape(-1), kind="stable")
+        order = order[np.argsort(flat[order], kind="stable")]  # expert by expert
+        sorted_by_expert = flat[order]
+        first = np.searchsorted(sorted_by_expert, counting(experts, logits))
+        within = np.empty_like(order)
+        within[order] = counting(rows * k, logits) - first[sorted_by_expert]
+        kept = (within < capacity).reshape(rows, k)
     return Choice(probabilities, best, shares, kept, normalize)
 
 
@@ -105,14 +109,14 @@ def chosen(x: Tensor, router: Tensor, k: int, normalize: bool, capacity_factor: 
     """The experts that the rows of this rank choose."""
     experts = router.array.shape[1]
     capacity = None if capacity_factor is None else math.ceil(capacity_factor * k * len(x.array) / experts)
-    logits = widen(x.array, x.dtype) @ widen(router.array, x.dtype)
+    logits = wide_product(x.array, router.array, x.dtype)
     return choose(logits, k, normalize, capacity, policy)
 
 
-def start_count(choice: Choice, comm: Communicator) -> Any:
-    """Start to count the rows of each expert, and the dropped ones, on all ranks."""
-    here = np.bincount(choice.experts[choice.kept], minlength=choice.probabilities.shape[1])
-    counts = np.append(here, (~choice.kept).sum()).astype(np.int64)
+def start_count(choice: Choice, here: Array, comm: Communicator) -> Any:
+    """Start to count the rows of each expert, and the dropped ones, on all ranks. `here`: those of this rank."""
+    rows, k = choice.experts.shape
+    counts = np.append(here, rows * k - here.sum()).astype(np.int64)
     return start_sum(counts, "int64", comm)
 
 

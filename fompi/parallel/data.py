@@ -23,7 +23,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from fompi.backends.half import narrow, storage, widen
+from fompi.backends.half import storage
+from fompi.backends.numbers import narrow, widen
 from fompi.backends.wires import Feedback
 from fompi.base.errors import DtypeError, FompiError, LayoutError, MismatchError, ShapeError, StateError, TensorError
 from fompi.base.layout import accumulator, offsets

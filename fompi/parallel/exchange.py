@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from fompi.backends.numbers import counting, empty, fetch, upload
 from fompi.base.errors import LayoutError, PlanError, ShapeError
 from fompi.base.layout import offsets, split
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_to_all
 from fompi.parallel.activations import ACTIVATIONS, activate, activate_backward
-from fompi.parallel.arrays import Array, arrived, borrow, gathered, start, transfer
+from fompi.parallel.arrays import Array, arrived, borrow, gathered, read, start, transfer
 from fompi.parallel.choices import Choice, experts_of
 from fompi.tensors.dlpack import Tensor
 
@@ -23,7 +24,7 @@ from fompi.tensors.dlpack import Tensor
 
 def grouped(rows: Array, counts: Sequence[int], w: Array) -> Array:
     """rows @ w[e] for each run of rows: the first counts[0] rows for expert 0, and so on."""
-    out = np.empty((len(rows), w.shape[2]), rows.dtype)
+    out = empty((len(rows), w.shape[2]), rows.dtype, rows)
     for e, (a, b) in enumerate(pairwise(offsets(counts))):
         np.matmul(rows[a:b], w[e], out=out[a:b])
     return out
@@ -94,26 +95,42 @@ def check_widths(first: str, second: str, a: tuple[int, ...], b: tuple[int, ...]
 class Exchange:
     """The chosen rows of one micro-batch, expert by expert: which of them travel, and which rows arrive for them.
 
-    With `apart`, the rows for experts of this rank do not travel. Messages carry rows in the form of `wire`.
-    Collective: the ranks exchange the counts.
+    With `apart`, the rows for experts of this rank do not travel. Messages carry rows in the form of `wire`. `announce`
+    is collective: the ranks exchange the counts. Of a device the host sees nothing but these.
     """
 
     def __init__(self, choice: Choice, rows: range, comm: Communicator, apart: bool, wire: str | None = None):
-        experts = choice.probabilities.shape[1]
-        mine = experts_of(comm.rank, comm.size, experts)
-        token, slot = np.nonzero(choice.kept[rows.start : rows.stop])
-        token += rows.start
-        expert = choice.experts[token, slot]
-        order = np.argsort(expert, kind="stable")
-        self.wire = wire
-        self.comm, self.token, self.slot, expert = comm, token[order], slot[order], expert[order]
+        self.experts, self.k = choice.probabilities.shape[1], choice.experts.shape[1]
+        self.comm, self.wire, self.rows, self.apart = comm, wire, rows, apart
         self.run = slice(rows.start, rows.stop)
-        stays = (expert >= mine.start) & (expert < mine.stop) if apart else np.zeros(len(expert), bool)
-        self.here, self.away = np.flatnonzero(stays), np.flatnonzero(~stays)
-        self.own = np.bincount(expert[self.here] - mine.start, minlength=len(mine))
-        sent, shares = np.bincount(expert[self.away], minlength=experts), split(experts, comm.size)
-        self.send = [int(sent[a:b].sum()) for a, b in pairwise(offsets(shares))]
-        self._table = start(all_to_all, sent[:, None], counts=list(shares), dtype=str(sent.dtype), comm=comm)
+        kept, experts = choice.kept[self.run], choice.experts[self.run]
+        key = np.where(kept, experts, np.int64(self.experts)).reshape(-1)  # dropped ones come last
+        self._order, self._kept = np.argsort(key, kind="stable"), kept
+        self._edges = fetch(np.searchsorted(key[self._order], counting(self.experts + 1, key)))
+
+    def announce(self) -> None:
+        """Wait until the host knows how many rows each expert gets, and tell the other ranks."""
+        edges, order, like = read(self._edges, self.comm), self._order, self._order
+        mine, ranks = experts_of(self.comm.rank, self.comm.size, self.experts), split(self.experts, self.comm.size)
+        self.total, self.chosen = int(edges[-1]), np.diff(edges)
+        self.token, self.slot = order[: self.total] // self.k + self.rows.start, order[: self.total] % self.k
+        self.places = np.empty_like(order)
+        self.places[order] = counting(len(order), like)
+        self.places = self.places.reshape(-1, self.k)  # of each choice among the rows expert by expert
+        self.first = [int(edges[e]) for e in offsets(ranks)]  # where the rows of each rank begin
+        own = slice(*self.first[self.comm.rank :][:2]) if self.apart else slice(0, 0)
+        self.here, sent = own, self.chosen.copy()
+        self.own = self.chosen[mine.start : mine.stop] if self.apart else np.zeros(len(mine), np.int64)
+        if self.apart:
+            sent[mine.start : mine.stop] = 0
+        self.send = [int(sent[a:b].sum()) for a, b in pairwise(offsets(ranks))]
+        self._table = start(all_to_all, sent[:, None], counts=list(ranks), dtype=str(sent.dtype), comm=self.comm)
+
+    def away(self, values: Array) -> Array:
+        """Those of the rows that travel."""
+        if self.here.start == self.here.stop:
+            return values
+        return np.concatenate([values[: self.here.start], values[self.here.stop :]])
 
     @property
     def sources(self) -> list[int]:
@@ -126,10 +143,10 @@ class Exchange:
         self.receive = [int(n) for n in table.sum(1)]
         self.counts = [int(n) for n in table.sum(0)]
         expert = np.repeat(np.tile(np.arange(len(self.own)), self.comm.size), table.reshape(-1))
-        self.order = np.argsort(expert, kind="stable")  # from the order of arrival to expert by expert
+        self.order = upload(np.argsort(expert, kind="stable"), self._order)  # from the order of arrival
 
     def go(self, values: Array, dtype: str) -> Any:
-        """Send the values of the rows that travel (`away`) to their experts: to one rank after the other."""
+        """Send the values of rows that travel to their experts: to one rank after the other."""
         how: dict[str, Any] = {"dtype": dtype, "comm": self.comm, "wire": self.wire}
         return start(all_to_all, values, counts=self.send, schedule="pairwise", **how)
 
@@ -157,23 +174,24 @@ class Exchange:
     def answered(self, answer: Any, into: Array) -> None:
         """Wait for such values, and write them to the rows of `into` that they belong to."""
         behind, pending = answer
-        values, first = arrived(pending), sum(self.send[:behind])
+        values = arrived(pending)
         if self.send[behind]:
-            into[self.away[first : first + self.send[behind]]] = values
+            into[self.first[behind] : self.first[behind + 1]] = values
 
     def add(self, values: Array, y: Array, weights: Array | None = None) -> None:
         """Add the values of all rows to the rows of y that they belong to, slot by slot: in a fixed order.
 
         With `weights`, those of all rows of y by slot, y[token] += weights[token, slot] * values.
         """
-        for slot in range(self.slot.max(initial=-1) + 1):
-            at = np.flatnonzero(self.slot == slot)
-            at = at[np.argsort(self.token[at])]  # a row of y occurs once in each slot, mostly all of them do
-            tokens, terms = self.token[at], gathered(self.comm, values, at)
+        if not self.total:
+            return
+        is_whole = self.total == self.places.size
+        for slot in range(self.k):
+            at = self.places[:, slot]
+            terms = gathered(self.comm, values, at if is_whole else np.minimum(at, self.total - 1))
             if weights is not None:
-                terms *= weights[tokens, slot][:, None]
-            into = self.run if len(tokens) == self.run.stop - self.run.start else tokens
-            y[into] += terms
+                terms *= weights[self.run, slot][:, None]
+            y[self.run] += terms if is_whole else np.where(self._kept[:, slot][:, None], terms, terms.dtype.type(0))
 
 
 def halves(counts: Array) -> list[tuple[Array, Array]]:

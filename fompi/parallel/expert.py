@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.half import widen
+from fompi.backends.numbers import contiguous, place, product, upload, widen
 from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import accumulator, offsets, split
 from fompi.base.wires import wire_of
@@ -40,7 +40,6 @@ from fompi.parallel.arrays import (
     give,
     in_words,
     memory,
-    product,
     start_sum,
     zeros,
 )
@@ -102,6 +101,10 @@ class Moe:
     def dtype(self) -> str:
         return self.x.dtype
 
+    @property
+    def like(self) -> Tensor:
+        return self.x
+
     def wide(self, tensor: Tensor) -> Array:
         return widen(tensor.array, self.dtype)
 
@@ -115,14 +118,19 @@ class MicroBatch:
 
     def __init__(self, layer: Moe, rows: range):
         self.layer, self.exchange = layer, Exchange(layer.choice, rows, layer.comm, apart=True, wire=layer.wire)
-        self.halves = [(self.exchange.here[at], counts) for at, counts in halves(self.exchange.own)]
         self.batches: list[Batch] = []  # the first half of the own rows, the rows of each source, the other half
+
+    def announce(self) -> None:
+        """Collective: the ranks exchange the counts of rows."""
+        exchange, like = self.exchange, self.layer.x.array
+        exchange.announce()
+        self.halves = [(upload(exchange.here.start + at, like), counts) for at, counts in halves(exchange.own)]
 
     def forward(self, y: Array) -> Iterator[None]:
         layer, exchange = self.layer, self.exchange
         dtype, travels = layer.dtype, accumulator(layer.dtype)
         w1, w2 = layer.wide(layer.w1), layer.wide(layer.w2)
-        back = memory(layer.comm, (len(exchange.token), w2.shape[2]), w2.dtype)
+        back = memory(layer.comm, (exchange.total, w2.shape[2]), w2.dtype, w2)
 
         def compute(rows: Array, counts: Any) -> Array:
             batch, out = Batch.forward(widen(rows, dtype), counts, w1, w2, layer.activation)
@@ -130,7 +138,7 @@ class MicroBatch:
             return out
 
         x, token, comm = layer.x.array, exchange.token, layer.comm
-        pending = exchange.go(gathered(comm, x, token[exchange.away]), dtype)
+        pending = exchange.go(gathered(comm, x, exchange.away(token)), dtype)
         yield
         (first, first_counts), (last, last_counts) = self.halves
         back[first] = compute(gathered(comm, x, token[first]), first_counts)
@@ -155,7 +163,7 @@ class MicroBatch:
         comm, given = layer.comm, gathered(layer.comm, dy, exchange.token)
         dweights[exchange.token, exchange.slot] = np.einsum("ij,ij->i", given, self.back)
         given *= layer.choice.weights[exchange.token, exchange.slot][:, None]
-        drows = memory(comm, (len(given), w1.shape[1]), given.dtype)
+        drows = memory(comm, (len(given), w1.shape[1]), given.dtype, given)
         terms = []
 
         def compute(batch: Batch, d: Array) -> Array:
@@ -163,7 +171,7 @@ class MicroBatch:
             terms.append((batch, d, dz))
             return out
 
-        pending = exchange.go(gathered(comm, given, exchange.away), travels)
+        pending = exchange.go(exchange.away(given), travels)
         yield
         (first, _), (last, _) = self.halves
         own_first, *others, own_last = self.batches
@@ -228,11 +236,10 @@ def _moe(
     group, (tx, tr, t1, t2, both), _ = enter("moe", comm, check)
     choice = chosen(tx, tr, k, normalize, capacity_factor, policy)
     layer = Moe(tx, tr, t1, t2, both, group, activation, choice, wire)
-    counting = start_count(choice, group)
     ends = offsets(split(len(tx.array), int(microbatches)))
     layer.parts = [MicroBatch(layer, range(a, b)) for a, b in pairwise(ends)]
     layer.shape = (len(tx.array), t2.array.shape[2])
-    y = zeros(group, layer.shape, accumulator(tx.dtype))
+    y = zeros(group, layer.shape, accumulator(tx.dtype), tx.array)
 
     def meanwhile() -> Iterator[None]:  # while the first rows travel
         if both is not None:
@@ -240,7 +247,13 @@ def _moe(
             y[...] = product(activate(layer.shared_z, activation), layer.wide(both[1]))
         yield
 
-    in_turns([*(part.forward(y) for part in layer.parts), meanwhile()])
+    shared_expert = meanwhile()
+    if place(tx.array) is not None:  # a device computes it while the host waits for the counts
+        in_turns([shared_expert])
+    for part in layer.parts:
+        part.announce()
+    counting = start_count(choice, sum(part.exchange.chosen for part in layer.parts), group)
+    in_turns([*(part.forward(y) for part in layer.parts), shared_expert])
     layer.tokens_per_expert, layer.dropped = counted(counting)
     return give(y, tx), layer
 
@@ -248,8 +261,8 @@ def _moe(
 def _backward_rows(layer: Moe, dy: Any, use: Callable[[list[Term]], None], meanwhile: Callable[[Any], None]) -> Any:
     """dx. `use` gets terms of the gradients of the experts, `meanwhile` gets what the replicated weights need."""
     array = enter_backward("moe", layer, dy)
-    given = np.ascontiguousarray(widen(array, layer.dtype))  # products of strided tensors round differently
-    dx, dweights = zeros(layer.comm, layer.x.array.shape, given.dtype), np.zeros_like(layer.choice.shares)
+    given = contiguous(widen(array, layer.dtype))  # products of strided tensors round differently
+    dx, dweights = zeros(layer.comm, layer.x.array.shape, given.dtype, given), np.zeros_like(layer.choice.shares)
 
     def local() -> Iterator[None]:
         dlogits = choose_backward(layer.choice, dweights)
@@ -272,7 +285,7 @@ class LayerGradient:
 
     def __init__(self, layer: Moe):
         self.layer, dtype = layer, accumulator(layer.dtype)
-        self.dw1, self.dw2 = (zeros(layer.comm, w.array.shape, dtype) for w in (layer.w1, layer.w2))
+        self.dw1, self.dw2 = (zeros(layer.comm, w.array.shape, dtype, w.array) for w in (layer.w1, layer.w2))
         self.sums: list[Any] = []
 
     def add(self, terms: list[Term]) -> None:

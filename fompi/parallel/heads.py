@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.half import narrow, widen
+from fompi.backends.numbers import narrow, widen
 from fompi.base.layout import offsets, split
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_to_all
@@ -108,7 +108,7 @@ class ToHeads:
         self.arrays, self.rows, self.comm = arrays, rows, comm
         parts = [self._heads_of(rank) if rank != comm.rank else [] for rank in range(comm.size)]
         counts = [sum(part.size for part in of_rank) for of_rank in parts]
-        packed, first = memory(comm, (sum(counts),), arrays[0][0].dtype), 0
+        packed, first = memory(comm, (sum(counts),), arrays[0][0].dtype, arrays[0][0]), 0
         for part in chain.from_iterable(parts):
             packed[first : first + part.size].reshape(part.shape)[...] = part
             first += part.size

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from fompi.backends.half import narrow, widen
+from fompi.backends.numbers import contiguous, narrow, wide_product, widen
 from fompi.base.errors import LayoutError, PlanError, ShapeError
 from fompi.base.layout import accumulator
 from fompi.base.wires import wire_of
@@ -36,14 +34,12 @@ from fompi.parallel.arrays import (
     in_words,
     keywords_of,
     lent,
-    product,
     same_bits,
     start,
     start_sum,
 )
 from fompi.parallel.differentiable import Differentiable, Gradients
 from fompi.plans.rows import counts_of
-from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
 
 
@@ -65,6 +61,10 @@ class Linear:
     @property
     def dtype(self) -> str:
         return self.x.dtype
+
+    @property
+    def like(self) -> Tensor:
+        return self.x
 
 
 def _column(
@@ -114,15 +114,15 @@ def _column(
 
         group, (tx, tw, tb), _ = enter("column_parallel_linear", comm, check_all)
         dtype = tx.dtype
-        wide = product(widen(tx.array, dtype), widen(tw.array, dtype))
+        wide = wide_product(tx.array, tw.array, dtype)
         z = narrow(wide if tb is None else wide + widen(tb.array, dtype), dtype)
     saved = Linear(tx, tw, tb, group, sequence_parallel, counts, z.shape, activation, wire)
     if activation == "none":
-        return dlpack.lend(z, dtype, tx), saved
+        return lent(z, tx), saved
     saved.z = z
     y = narrow(activate(widen(z, dtype), activation), dtype)
     saved.shape = y.shape
-    return dlpack.lend(y, dtype, tx), saved
+    return lent(y, tx), saved
 
 
 def _column_dz(saved: Linear, dy: Any) -> Array:
@@ -161,12 +161,12 @@ def _column_backward_weight(rest: tuple[Linear, Array]) -> Gradients:
 
 
 def _local_dx(saved: Linear, dz: Array) -> Any:
-    return give(product(widen(dz, saved.dtype), widen(saved.w.array, saved.dtype).T), saved.x)
+    return give(wide_product(dz, saved.w.array.T, saved.dtype), saved.x)
 
 
 def _local_dw(saved: Linear, dz: Array) -> Gradients:
-    x, d = (as_rows(widen(a, saved.dtype)) for a in (saved.x.array, dz))
-    return give(product(x.T, d), saved.w), _sum_rows(dz, saved.dtype, saved.bias)
+    x, d = as_rows(saved.x.array), as_rows(dz)
+    return give(wide_product(x.T, d, saved.dtype), saved.w), _sum_rows(dz, saved.dtype, saved.bias)
 
 
 def _row(
@@ -210,7 +210,7 @@ def _row(
         options["schedule"] = same_bits(group)
     y = arrived(begin(operation, text, tx.array, tw.array, **options))
     saved = Linear(tx, tw, tb, group, sequence_parallel, kept, y.shape, wire=wire)
-    return dlpack.lend(y, tx.dtype, tx), saved
+    return lent(y, tx), saved
 
 
 def _row_dy(saved: Linear, dy: Any) -> Array:
@@ -239,7 +239,7 @@ def _row_backward_weight(rest: tuple[Linear, Array]) -> Gradients:
     saved, d = rest
     db = _start_shared_sum(saved, d)
     dw = call(all_gather_weight_gradient, d, saved.x.array, **keywords_of(saved))
-    return lent(np.ascontiguousarray(dw.T), saved.w), _shared_sum(saved, db)
+    return lent(contiguous(dw.T), saved.w), _shared_sum(saved, db)
 
 
 def _start_shared_sum(saved: Linear, d: Array) -> Any:

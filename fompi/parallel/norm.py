@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.half import narrow, widen
+from fompi.backends.numbers import contiguous, narrow, widen
 from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import accumulator, number, offsets, split
 from fompi.base.wires import wire_of
@@ -36,9 +36,11 @@ from fompi.parallel.arrays import (
     give,
     in_words,
     lent,
+    memory,
     same_bits,
     start,
     start_sum,
+    zeros,
 )
 from fompi.parallel.differentiable import Differentiable, Gradients
 from fompi.tensors.dlpack import Tensor
@@ -64,6 +66,10 @@ class Normed:
     @property
     def dtype(self) -> str:
         return self.x.dtype
+
+    @property
+    def like(self) -> Tensor:
+        return self.x
 
 
 def _sum_and_norm(
@@ -108,8 +114,8 @@ def _sum_and_norm(
 
     group, text, (tx, tr, tw, rows) = admit(reduce_scatter if sharded else all_reduce, comm, check)
     dtype, wide, scale = tx.dtype, accumulator(tx.dtype), widen(tw.array, tx.dtype)
-    r = np.empty(tr.array.shape, wide)
-    inverse = np.empty((*r.shape[:-1], 1), wide)
+    r = memory(group, tr.array.shape, wide, tr.array)
+    inverse = memory(group, (*r.shape[:-1], 1), wide, tr.array)
 
     def norm(at: slice, total: Array) -> Array:
         """y of these rows of the residual."""
@@ -154,7 +160,7 @@ class _Halves:
     def sum_of(self, x: Array, half: int, begins: Any) -> Any:
         """The sum of the rows of this half: all of them, or those that this rank keeps. `begins` starts it."""
         if not self.sharded:
-            part = np.ascontiguousarray(x[self.own(half)])
+            part = contiguous(x[self.own(half)])
             return begins(all_reduce, part, schedule=same_bits(self.comm), **self.how)
         runs = [self.rows_of(half, rank) for rank in range(self.comm.size)]
         packed = np.concatenate([x[run] for run in runs]) if self.count > 1 else x
@@ -162,7 +168,7 @@ class _Halves:
 
     def there_and_back(self, x: Array, work: Any, text: str | None = None) -> Array:
         """work(own rows, their sum), gathered: of all rows. With a `text` the ranks begin here, and compare it."""
-        result, gathers = np.empty(self.shape, x.dtype), []
+        result, gathers = memory(self.comm, self.shape, x.dtype, x), []
         pending = self.sum_of(x, 0, start if text is None else lambda f, *args, **how: begin(f, text, *args, **how))
         for half in range(self.count):
             total = arrived(pending)
@@ -191,12 +197,12 @@ def _backward(saved: Normed, given: Any) -> Gradients:
 
     def check(comm: Communicator) -> tuple[str, int, tuple[Array, Array]]:
         dy, dr = given
-        mine = borrow_gradient(dy, dtype, shape), borrow_gradient(dr, dtype, saved.residual.array.shape)
-        return "", 0, mine
+        mine = borrow_gradient(dy, dtype, shape, saved.x)
+        return "", 0, (mine, borrow_gradient(dr, dtype, saved.residual.array.shape, saved.x))
 
     dy, dr = enter("the backward of all_reduce_rmsnorm", group, check)[1]
     scale, g = widen(saved.weight.array, dtype), np.empty_like(saved.r)
-    dweight = np.zeros(scale.shape, wide)
+    dweight = zeros(group, scale.shape, wide, scale)
 
     def back(at: slice, d: Array) -> Array:
         """The gradient of r of these rows, where d is that of y."""
@@ -216,7 +222,7 @@ def _backward(saved: Normed, given: Any) -> Gradients:
         for half in range(moves.count):  # the sum of one half moves while the other one is computed
             at = moves.own(half)
             sums.append(start_sum(back(at, dy[at]), dtype, group, saved.wire))
-        dx = np.empty(shape, dy.dtype)
+        dx = memory(group, shape, dy.dtype, dy)
         for half, pending in enumerate(sums):
             dx[moves.own(half)] = arrived(pending)
     total = arrived(start_sum(dweight, wide, group))

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.half import narrow, widen
+from fompi.backends.numbers import narrow, widen
 from fompi.base.layout import accumulator
 from fompi.engine.communicator import Communicator
 from fompi.parallel.arrays import Array, arrived, transfer

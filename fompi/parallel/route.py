@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.half import widen
+from fompi.backends.numbers import filled, widen
 from fompi.base.errors import DtypeError, LayoutError, ShapeError
 from fompi.base.layout import accumulator
 from fompi.base.wires import wire_of
@@ -29,13 +29,13 @@ from fompi.parallel.arrays import (
     enter_backward,
     give,
     in_words,
+    lent,
     start_sum,
 )
 from fompi.parallel.choices import Choice, check_route, choose_backward, chosen, counted, start_count
 from fompi.parallel.differentiable import Differentiable, Gradients
 from fompi.parallel.exchange import Batch, Exchange, check_experts
 from fompi.parallel.section import in_section
-from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
 
 
@@ -99,13 +99,16 @@ def _gate(
     gate = Gate(tx, tr, chosen(tx, tr, k, normalize, capacity_factor, policy), group, wire)
     if into is not None:
         into.append(gate)
-    return dlpack.lend(gate.choice.weights, accumulator(tx.dtype), tx), gate
+    return lent(gate.choice.weights, tx, accumulator(tx.dtype)), gate
 
 
 def _gate_backward(saved: Gate, dweights: Any) -> Gradients:
     dtype = accumulator(saved.x.dtype)
-    shape = saved.choice.shares.shape
-    d = enter("the backward of route", saved.comm, lambda _: ("", 0, borrow_gradient(dweights, dtype, shape)))[1]
+
+    def check(_: Communicator) -> tuple[str, int, Array]:
+        return "", 0, borrow_gradient(dweights, dtype, saved.choice.shares.shape, saved.x)
+
+    d = enter("the backward of route", saved.comm, check)[1]
     dlogits = choose_backward(saved.choice, d)
     x, router = widen(saved.x.array, saved.x.dtype), widen(saved.router.array, saved.x.dtype)
     drouter = arrived(start_sum(x.T @ dlogits, dtype, saved.comm))
@@ -138,8 +141,9 @@ class _Routing:
         return self._route(weights, gate), gate
 
     def _route(self, weights: Any, gate: Gate) -> Route:
-        counting = start_count(gate.choice, gate.comm)
         exchange = Exchange(gate.choice, range(len(gate.choice.kept)), gate.comm, apart=False, wire=gate.wire)
+        exchange.announce()
+        counting = start_count(gate.choice, exchange.chosen, gate.comm)
         exchange.settle()
         return Route(weights, gate.choice, exchange, gate.comm, *counted(counting))
 
@@ -166,6 +170,10 @@ class Moved:
         return self.tensors[0].dtype
 
     @property
+    def like(self) -> Tensor:
+        return self.tensors[0]
+
+    @property
     def comm(self) -> Communicator:
         return self.route.comm
 
@@ -184,13 +192,13 @@ def _dispatch(x: Any, route: Route) -> tuple[Any, Moved]:
     tensor = enter("dispatch", _routed(route).comm, check)[1]
     exchange = route.exchange
     rows = exchange.came(exchange.go(tensor.array[exchange.token], tensor.dtype))
-    return dlpack.lend(rows, tensor.dtype, tensor), Moved(route, (tensor,), rows.shape)
+    return lent(rows, tensor), Moved(route, (tensor,), rows.shape)
 
 
 def _dispatch_backward(saved: Moved, dy: Any) -> Gradients:
     dtype = accumulator(saved.dtype)
     given = widen(enter_backward("dispatch", saved, dy), saved.dtype)
-    dx = np.zeros(saved.tensors[0].array.shape, dtype)
+    dx = filled(saved.tensors[0].array.shape, dtype, 0, given)
     saved.route.exchange.add(arrived(saved.route.exchange.go_back(given, dtype)), dx)
     return (give(dx, saved.tensors[0]),)
 
@@ -242,7 +250,7 @@ def _combine(y: Any, route: Route, weights: Any = None) -> tuple[Any, Moved]:
     ty, tw = enter("combine", _routed(route).comm, check)[1]
     exchange, dtype = route.exchange, ty.dtype
     back = widen(arrived(exchange.go_back(ty.array, dtype)), dtype)
-    out = np.zeros((len(route.choice.kept), ty.array.shape[1]), accumulator(dtype))
+    out = filled((len(route.choice.kept), ty.array.shape[1]), accumulator(dtype), 0, back)
     exchange.add(back, out, tw.array)
     return give(out, ty), Moved(route, (ty, tw), out.shape, back=back)
 
@@ -251,7 +259,7 @@ def _combine_backward(saved: Moved, dy: Any) -> Gradients:
     ty, tw = saved.tensors
     exchange, dtype = saved.route.exchange, accumulator(saved.dtype)
     given = widen(enter_backward("combine", saved, dy), saved.dtype)[exchange.token]
-    dweights = np.zeros(tw.array.shape, dtype)
+    dweights = filled(tw.array.shape, dtype, 0, given)
     dweights[exchange.token, exchange.slot] = (given * saved.back).sum(1)
     weighted = tw.array[exchange.token, exchange.slot][:, None] * given
     return give(exchange.came(exchange.go(weighted, dtype)), ty), give(dweights, tw)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fompi.backends.half import narrow, widen
+from fompi.backends.numbers import narrow, widen
 from fompi.base.errors import LayoutError, ShapeError, TensorError
 from fompi.base.layout import offsets, split
 from fompi.engine.handshake import agree, digest

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.half import widen
+from fompi.backends.numbers import widen
 from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import accumulator
 from fompi.base.wires import wire_of
@@ -32,6 +32,7 @@ from fompi.parallel.arrays import (
     enter,
     give,
     in_words,
+    lent,
     zeros,
 )
 from fompi.parallel.attention import Rule, check_heads
@@ -41,7 +42,6 @@ from fompi.parallel.ring import AttentionRing
 from fompi.parallel.section import has_ended
 from fompi.parallel.sharding import LAYOUTS, Sharding, check_ranks, check_sharding, check_tokens, in_few_words
 from fompi.parallel.ulysses import Tokens, UlyssesSlice, one_after_another
-from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
 
 __all__ = ["LAYOUTS", "Sharding", "ring_attention", "ulysses_attention", "usp_attention"]
@@ -64,22 +64,24 @@ class Saved:
     def dtype(self) -> str:
         return self.tensors[0].dtype
 
+    @property
+    def like(self) -> Tensor:
+        return self.tensors[0]
+
 
 def _check(
     q: Any, k: Any, v: Any, sharding: Any, rank: int, causal: bool, scale: float | None, wire: str | None
 ) -> tuple[str, int, Saved]:
     """The tensors of this rank, checked, and a text that must be the same on all ranks."""
-    tq, tk = borrow(q, "q", None, 3), borrow(k, "k", None, 3)
-    tensors = tq, tk, borrow(v, "v", None, 3)
+    tq = borrow(q, "q", None, 3)
+    tensors = tq, borrow(k, "k", tq, 3), borrow(v, "v", tq, 3)
     for name, tensor in zip("qkv", tensors, strict=True):
-        if tensor.dtype != tq.dtype:
-            borrow(tensor.owner, name, tq)
         check_tokens(name, tensor, sharding, rank)
     (_, heads, d), (_, kv_heads, dk), (_, v_heads, e) = (tensor.array.shape for tensor in tensors)
     check_heads(heads, kv_heads)
     if (kv_heads, d) != (v_heads, dk):
         raise ShapeError(
-            f"q {tq.array.shape}, k {tk.array.shape}, v {tensors[2].array.shape}: they must be (tokens, heads, d), "
+            f"q, k, v {[tensor.array.shape for tensor in tensors]}: they must be (tokens, heads, d), "
             "(tokens, key/value heads, d), (tokens, key/value heads, e)"
         )
     text = f"{in_few_words(sharding)}, {tq.dtype}, {heads} and {kv_heads} heads, d={d}, e={e}, {causal=}, {scale=}"
@@ -97,7 +99,7 @@ def _enter_backward(name: str, saved: Saved, do: Any) -> Array:
     def check(comm: Communicator) -> tuple[str, int, Array]:
         if refusal is not None:
             raise refusal
-        return "", 0, borrow_gradient(do, saved.dtype, saved.shape)
+        return "", 0, borrow_gradient(do, saved.dtype, saved.shape, saved.like)
 
     for comm in saved.comms:
         try:
@@ -156,7 +158,7 @@ def _ring(
     at = [sharding.indices(rank) for rank in range(group.size)]
     reads = _reads(q.shape[1], k.shape[1])
     o, saved.steps = AttentionRing(saved.rule, saved.dtype, group, wire).run(q, k, v, at, reads)
-    return dlpack.lend(o.copy(), saved.dtype, saved.tensors[0]), saved  # the backward needs o as it is
+    return lent(o.copy(), saved.like), saved  # the backward needs o as it is
 
 
 def _ring_backward(saved: Saved, do: Any) -> Gradients:
@@ -204,7 +206,7 @@ def _ulysses(
     (_, heads, d), (_, kv_heads, e) = arrays[0].shape, arrays[2].shape
     deal = Deal(heads, kv_heads, group, wire)
     nbytes = max(sharding.rows) * (d + (d + e) * kv_heads // heads) * arrays[0].itemsize
-    tokens, result = Tokens.of(sharding, group.rank), zeros(group, saved.shape, accumulator(saved.dtype))
+    tokens, result = Tokens.of(sharding, group.rank), zeros(group, saved.shape, accumulator(saved.dtype), arrays[0])
     saved.steps = [UlyssesSlice(part, tokens, saved.rule, saved.dtype) for part in deal.slices(nbytes)]
     for returns in one_after_another(
         saved.steps, lambda part: part.fetch(*arrays), lambda part, arriving, then: part.forward(arriving, result, then)
@@ -216,8 +218,8 @@ def _ulysses(
 def _ulysses_backward(saved: Saved, do: Any) -> Gradients:
     array = _enter_backward("ulysses_attention", saved, do)
     group, (tq, tk, tv) = saved.comms[0], (tensor.array for tensor in saved.tensors)
-    all_q = zeros(group, tq.shape, accumulator(saved.dtype))
-    all_kv = zeros(group, (*tk.shape[:2], tk.shape[2] + tv.shape[2]), accumulator(saved.dtype))
+    all_q = zeros(group, tq.shape, accumulator(saved.dtype), tq)
+    all_kv = zeros(group, (*tk.shape[:2], tk.shape[2] + tv.shape[2]), accumulator(saved.dtype), tq)
     for keys, queries in one_after_another(
         saved.steps,
         lambda part: part.fetch_gradient(array),
@@ -286,7 +288,7 @@ def _usp(
     to_heads.pending.wait()
     at = [sharding.ring_indices(rank) for rank in range(around.size)]
     o, step = AttentionRing(saved.rule, dtype, around, wire).run(full_q, full_k, full_v, at, deal.reads)
-    result = np.zeros(saved.shape, accumulator(dtype))
+    result = zeros(across, saved.shape, accumulator(dtype), o)
     return_all(widen(o, dtype), Returns(rows, queries, result, dtype, across, wire))
     saved.steps = step, deal, rows
     return give(result, saved.tensors[0]), saved
@@ -299,8 +301,8 @@ def _usp_backward(saved: Saved, do: Any) -> Gradients:
     queries, keys = deal.queries, deal.keys
     do = arrived(query_heads(array, deal, dtype))
     full_dq, dk, dv = AttentionRing(saved.rule, dtype, around, saved.wire).backward(step, do)
-    dq = np.zeros(tq.array.shape, wide)
-    dkv = np.zeros((*tk.array.shape[:2], tk.array.shape[2] + tv.array.shape[2]), wide)
+    dq = zeros(across, tq.array.shape, wide, full_dq)
+    dkv = zeros(across, (*tk.array.shape[:2], tk.array.shape[2] + tv.array.shape[2]), wide, dk)
     return_all(full_dq, Returns(rows, queries, dq, dtype, across, saved.wire))
     sent = wide if deal.shares else dtype
     return_all(np.concatenate([dk, dv], 2), Returns(rows, keys, dkv, sent, across, saved.wire))

@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from fompi.backends.numbers import constant, contiguous
 from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import as_integer, integer, offsets, split
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import digest
 from fompi.ops.operations import all_gather
-from fompi.parallel.arrays import Array, call, enter
+from fompi.parallel.arrays import Array, borrow_any, call, enter, lent
 from fompi.parallel.attention import check_documents
 from fompi.parallel.section import in_section
-from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
 
 LAYOUTS = ("zigzag", "contiguous")
@@ -73,10 +73,10 @@ class Sharding:
 
     def shard(self, x: Any, rank: int) -> Any:
         """x[indices(rank)]: the tokens of a rank, as a new tensor of the framework of x."""
-        tensor = dlpack.borrow(x, "x")
+        tensor = borrow_any(x, "x")
         if tensor.array.ndim < 1 or len(tensor.array) != self.length:
             raise ShapeError(f"x has the shape {tensor.array.shape}, but the sequence has {self.length} tokens")
-        return dlpack.lend(np.ascontiguousarray(tensor.array[self.indices(rank)]), tensor.dtype, tensor)
+        return lent(tensor.array[constant(self.indices(rank), tensor.array)], tensor)
 
     @in_section("Sharding.unshard")
     def unshard(self, x_local: Any, comm: Any = None) -> Any:
@@ -84,15 +84,15 @@ class Sharding:
 
         def check(comm: Communicator) -> tuple[str, int, Tensor]:
             check_ranks(self, comm.size)
-            tensor = dlpack.borrow(x_local, "x_local")
+            tensor = borrow_any(x_local, "x_local")
             check_tokens("x_local", tensor, self, comm.rank)
             return f"{in_few_words(self)}, {tensor.dtype}, rows {tensor.array.shape[1:]}", 0, tensor
 
         group, tensor, _ = enter("Sharding.unshard", comm, check)
-        rows = call(all_gather, np.ascontiguousarray(tensor.array), dtype=tensor.dtype, comm=group)
-        whole = np.empty_like(rows)
-        whole[np.concatenate([self.indices(rank) for rank in range(self.ranks)])] = rows
-        return dlpack.lend(whole, tensor.dtype, tensor)
+        rows = call(all_gather, contiguous(tensor.array), dtype=tensor.dtype, comm=group)
+        places = np.empty(self.length, np.intp)
+        places[np.concatenate([self.indices(rank) for rank in range(self.ranks)])] = np.arange(self.length)
+        return lent(rows[constant(places, rows)], tensor)
 
 
 @lru_cache(maxsize=1024)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.half import narrow, widen
+from fompi.backends.numbers import contiguous, narrow, wide_product, widen
 from fompi.base.errors import ShapeError
 from fompi.base.layout import accumulator, offsets, split
 from fompi.base.wires import wire_of
@@ -41,10 +41,11 @@ from fompi.parallel.arrays import (
     in_words,
     keywords_of,
     lent,
-    product,
+    memory,
     start,
     start_sum,
     transfer,
+    zeros,
 )
 from fompi.parallel.attention import Rule, attend, attend_backward, check_documents, check_heads
 from fompi.parallel.differentiable import Differentiable, Gradients
@@ -96,6 +97,10 @@ class Heads:
     @property
     def dtype(self) -> str:
         return self.x.dtype
+
+    @property
+    def like(self) -> Tensor:
+        return self.x
 
 
 def _attention(
@@ -164,7 +169,7 @@ def _attention(
     reads = [b * len(keys) + h // (heads // kv_heads) - keys.start for b in range(batch) for h in mine]
     at = np.arange(total)
     wide_k, wide_v = widen(k, dtype), widen(v, dtype)
-    o, lse = np.empty_like(q), np.empty(q.shape[:2], accumulator(dtype))
+    o, lse = np.empty_like(q), memory(group, q.shape[:2], accumulator(dtype), q)
 
     def attend_to(begin: int, end: int) -> Array:
         """The results of the heads of this rank for these queries: (queries, ..., heads of this rank * d)."""
@@ -174,11 +179,11 @@ def _attention(
         return o[rows].reshape(end - begin, *between, len(mine) * d)
 
     if query_split:
-        wo_wide, first = widen(arrays[3], dtype), offsets(counts)
+        first = offsets(counts)
         arrive: list[Any] = []
         for distance in range(1, size + 1):  # the queries of the next rank first, those of this rank last
             owner, source = (rank + distance) % size, (rank - distance) % size
-            term = product(widen(attend_to(first[owner], first[owner + 1]), dtype), wo_wide)
+            term = wide_product(attend_to(first[owner], first[owner + 1]), arrays[3], dtype)
             if owner != rank:
                 there, here = owner if counts[owner] else None, source if counts[rank] else None
                 arrive.append(transfer(term, there, here, accumulator(dtype), group, wire))
@@ -241,7 +246,7 @@ def _attention_backward_weight(rest: tuple[Heads, Array, Array]) -> Gradients:
     dwo = start(all_gather_weight_gradient, d, _heads_result(saved), **options)
     dw = call(all_gather_weight_gradient, saved.x.array, inner, **options)
     dws = _weight_gradients(saved, dw)
-    return *dws, lent(np.ascontiguousarray(arrived(dwo).T), saved.weights[3])
+    return *dws, lent(contiguous(arrived(dwo).T), saved.weights[3])
 
 
 def _projections(saved: Heads) -> Array:
@@ -257,7 +262,7 @@ def _weight_gradients(saved: Heads, dw: Array) -> Gradients:
     shared = [head for head in range(saved.kv_heads) if sum(head in keys for keys in held) > 1]
     if shared:
         keys, n = held[saved.comm.rank], len(dw)
-        terms = np.zeros((2, len(shared), n, d), accumulator(dtype))
+        terms = zeros(saved.comm, (2, len(shared), n, d), accumulator(dtype), dw)
         ours = [
             (i, slice((head - keys.start) * d, (head - keys.start + 1) * d))
             for i, head in enumerate(shared)
@@ -270,7 +275,7 @@ def _weight_gradients(saved: Heads, dw: Array) -> Gradients:
         for i, columns in ours:
             dwk[:, columns], dwv[:, columns] = narrow(sums[0, i], dtype), narrow(sums[1, i], dtype)
     gradients = zip((dwq, dwk, dwv), saved.weights[:3], strict=True)
-    return tuple(lent(np.ascontiguousarray(g), w) for g, w in gradients)
+    return tuple(lent(contiguous(g), w) for g, w in gradients)
 
 
 attention = Differentiable(

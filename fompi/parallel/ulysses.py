@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.half import narrow, widen
+from fompi.backends.numbers import narrow, widen
 from fompi.base.layout import accumulator, offsets
 from fompi.ops.pending import Pending
 from fompi.parallel.arrays import Array, arrived_from, memory, zeros
@@ -62,10 +62,10 @@ class UlyssesSlice:
         comm, runs, at = deal.comm, tokens.runs, tokens.at
         (x, queries), (y, keys), (z, _) = arriving.arrays
         count, heads, kv_heads = runs[-1].stop, len(queries[comm.rank]), len(keys[comm.rank])
-        self.q = memory(comm, (count, heads, x.shape[2]), x.dtype)
-        self.k, self.v = (memory(comm, (count, kv_heads, a.shape[2]), a.dtype) for a in (y, z))
-        o = memory(comm, (count, heads, z.shape[2]), accumulator(dtype))
-        self.lse = lse = np.empty(o.shape[:2], o.dtype)
+        self.q = memory(comm, (count, heads, x.shape[2]), x.dtype, x)
+        self.k, self.v = (memory(comm, (count, kv_heads, a.shape[2]), a.dtype, a) for a in (y, z))
+        o = memory(comm, (count, heads, z.shape[2]), accumulator(dtype), z)
+        self.lse = lse = memory(comm, o.shape[:2], o.dtype, o)
         returns = Returns(tokens.rows, queries, result, dtype, comm, deal.wire)
 
         def partial(of: slice, over: slice) -> tuple[Array, Array]:
@@ -106,8 +106,9 @@ class UlyssesSlice:
         deal, tokens, dtype = self.deal, self.tokens, self.dtype
         comm, runs, at, wide = deal.comm, tokens.runs, tokens.at, accumulator(dtype)
         q, k, v, o = (widen(a, dtype) for a in (self.q, self.k, self.v, self.o))
-        given, width, own = memory(comm, o.shape, o.dtype), k.shape[2], deal.queries[comm.rank]
-        dq, dkv = zeros(comm, q.shape, q.dtype), zeros(comm, (*k.shape[:2], width + v.shape[2]), q.dtype)
+        given, width, own = memory(comm, o.shape, o.dtype, o), k.shape[2], deal.queries[comm.rank]
+        dq = zeros(comm, q.shape, q.dtype, q)
+        dkv = zeros(comm, (*k.shape[:2], width + v.shape[2]), q.dtype, q)
         given[runs[0]] = widen(do[:, own.start : own.stop], dtype)
         sent = wide if deal.shares else dtype  # what is summed later travels in the dtype of sums
         keys = Returns(tokens.rows, deal.keys, into[0], sent, comm, deal.wire)

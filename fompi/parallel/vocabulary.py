@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.half import widen
+from fompi.backends.numbers import filled, narrow, place, widen
 from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import accumulator, integer, number
 from fompi.base.wires import wire_of
@@ -29,10 +29,10 @@ from fompi.parallel.arrays import (
     keywords_of,
     lent,
     start_sum,
+    zeros,
 )
 from fompi.parallel.differentiable import Differentiable, Gradients
 from fompi.plans.rows import counts_of
-from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
 
 
@@ -41,8 +41,8 @@ class Embedding:
     """What the backward of an embedding needs."""
 
     table: Tensor
-    local: Array  # of each token of this rank's part of the vocabulary: its row
-    ours: Array  # which tokens those are
+    local: Array  # the row of each token; 0 for those of other ranks
+    ours: Array  # which tokens are of this rank's part of the vocabulary
     rows: int
     comm: Communicator
     sequence_parallel: bool
@@ -52,6 +52,10 @@ class Embedding:
     @property
     def dtype(self) -> str:
         return self.table.dtype
+
+    @property
+    def like(self) -> Tensor:
+        return self.table
 
 
 def _embedding(
@@ -70,11 +74,13 @@ def _embedding(
     of rows that each rank keeps, by default as even as possible. With `sequence_parallel=False` y has all rows. `wire`
     is the form in which messages carry elements, forward and backward (`fompi.base.wires`).
 
-    Only the table has a gradient. Raises LayoutError for tokens that are not in the vocabulary.
+    Only the table has a gradient. Raises LayoutError for tokens that are not in the vocabulary. On a device, where the
+    host does not read tokens, y is NaN for them.
     """
 
     def check(comm: Communicator) -> tuple[str, int, tuple[Array, Tensor, list[int]]]:
-        numbers, tt = borrow_integers(tokens, "tokens"), borrow(table, "table", None, 2)
+        tt = borrow(table, "table", None, 2)
+        numbers = borrow_integers(tokens, "tokens", tt)
         if not numbers.ndim:
             raise ShapeError("tokens has no dimension: it must be (rows, ...)")
         if counts is not None and not sequence_parallel:
@@ -87,16 +93,29 @@ def _embedding(
         return text, len(tt.array), (numbers, tt, kept)
 
     group, (numbers, tt, kept), parts = enter("vocab_parallel_embedding", comm, check)
-    _check_vocabulary("token", numbers, sum(parts), group)
-    local = numbers.astype(np.int64) - sum(parts[: group.rank])
-    ours = (local >= 0) & (local < len(tt.array))
-    y = np.zeros((*numbers.shape, tt.array.shape[1]), tt.array.dtype)
-    y[ours] = tt.array[local[ours]]
+    total, table = sum(parts), tt.array
+    if place(table) is None:
+        _check_vocabulary("token", numbers, total, group)
+    local, ours = _ours(numbers, parts, group.rank)
+    if len(table):
+        y = np.where(ours[..., None], table[local], table.dtype.type(0))
+    else:
+        y = zeros(group, (*numbers.shape, table.shape[1]), table.dtype, table)
+    if place(table) is not None and group.rank == 0:
+        wrong = (numbers < 0) | (numbers >= total)
+        y = np.where(wrong[..., None], narrow(filled((1,), accumulator(tt.dtype), np.nan, table), tt.dtype), y)
     if sequence_parallel:
         y = call(reduce_scatter, y, counts=kept, dtype=tt.dtype, comm=group, wire=wire)
     else:
         y = arrived(start_sum(y, tt.dtype, group, wire))
-    return lent(y, tt), Embedding(tt, local[ours], ours, len(numbers), group, sequence_parallel, y.shape, wire)
+    return lent(y, tt), Embedding(tt, local, ours, len(numbers), group, sequence_parallel, y.shape, wire)
+
+
+def _ours(numbers: Array, parts: Sequence[int], rank: int) -> tuple[Array, Array]:
+    """The number of each entry in the part of this rank, 0 for the entries of other ranks; which ones are its own."""
+    local = numbers.astype(np.int64) - sum(parts[:rank])
+    ours = (local >= 0) & (local < parts[rank])
+    return np.where(ours, local, np.int64(0)), ours
 
 
 def _embedding_backward(saved: Embedding, dy: Any) -> Gradients:
@@ -105,13 +124,17 @@ def _embedding_backward(saved: Embedding, dy: Any) -> Gradients:
         full = call(all_gather, given, **keywords_of(saved))
     else:
         full = arrived(start_sum(given, saved.dtype, saved.comm, saved.wire))
-    gradient = np.zeros(saved.table.array.shape, accumulator(saved.dtype))
-    np.add.at(gradient, saved.local, widen(full[saved.ours], saved.dtype))
+    wide = widen(full, saved.dtype)
+    gradient = zeros(saved.comm, saved.table.array.shape, wide.dtype, wide)
+    if len(gradient):
+        np.add.at(gradient, saved.local, np.where(saved.ours[..., None], wide, wide.dtype.type(0)))
     return (give(gradient, saved.table),)
 
 
 def _checksum(numbers: Array) -> str:
-    """A checksum of integers that must be the same on all ranks, in any integer dtype."""
+    """A checksum of integers that must be the same on all ranks, in any integer dtype. The host reads no device."""
+    if place(numbers) is not None:
+        return "on a device"
     return f"with checksum {zlib.crc32(np.ascontiguousarray(numbers, np.int64).data):x}"
 
 
@@ -129,8 +152,8 @@ class CrossEntropy:
 
     logits: Tensor
     probabilities: Array
-    ours: Array
-    local: Array
+    local: Array  # the target of each row in this part, 0 for those of other ranks
+    ours: Array  # which targets are in it
     smoothing: float
     vocabulary: int
     kept: Array  # False for the rows whose target is ignored
@@ -140,6 +163,10 @@ class CrossEntropy:
     @property
     def dtype(self) -> str:
         return accumulator(self.logits.dtype)
+
+    @property
+    def like(self) -> Tensor:
+        return self.logits
 
 
 def _cross_entropy(
@@ -152,11 +179,13 @@ def _cross_entropy(
     torch with reduction="none": a row that is ignored has no gradient. For a mean, divide by the rows that count.
 
     Gradients are those of the sum of the losses of all ranks. A loss that all ranks compute alike counts once per rank:
-    divide it by `comm.size`. Raises LayoutError for targets that are not in the vocabulary.
+    divide it by `comm.size`. Raises LayoutError for targets that are not in the vocabulary. On a device, where the host
+    does not read targets, the loss of such a row is NaN.
     """
 
     def check(comm: Communicator) -> tuple[str, int, tuple[Tensor, Array]]:
-        tl, numbers = borrow(logits, "logits"), borrow_integers(targets, "targets")
+        tl = borrow(logits, "logits")
+        numbers = borrow_integers(targets, "targets", tl)
         if tl.array.ndim < 2 or tl.array.shape[:-1] != numbers.shape:
             raise ShapeError(
                 f"logits {tl.array.shape} need targets of the shape {tl.array.shape[:-1]}, not {numbers.shape}"
@@ -171,34 +200,43 @@ def _cross_entropy(
 
     group, (tl, numbers), parts = enter("vocab_parallel_cross_entropy", comm, check)
     vocabulary, dtype = sum(parts), accumulator(tl.dtype)
-    kept = numbers.reshape(-1) != ignore_index
-    _check_vocabulary("target", numbers.reshape(-1)[kept], vocabulary, group)
+    numbers = numbers.reshape(-1)
+    kept = numbers != ignore_index
+    if place(tl.array) is None:
+        _check_vocabulary("target", numbers[kept], vocabulary, group)
     z = as_rows(widen(tl.array, tl.dtype))
-    top = call(all_gather, z.max(1, initial=-np.inf)[None], dtype=dtype, comm=group).max(0)
+    top = z.max(1) if z.shape[1] else filled(len(z), z.dtype, -np.inf, z)
+    top = call(all_gather, top[None], dtype=dtype, comm=group).max(0)
     z = z - top[:, None]
     e = np.exp(z)
-    local = numbers.reshape(-1).astype(np.int64) - sum(parts[: group.rank])
-    ours = np.flatnonzero((local >= 0) & (local < z.shape[1]) & kept)
-    terms = np.zeros((3, len(z)), dtype)
-    terms[0], terms[1, ours] = e.sum(1), z[ours, local[ours]]
+    local, ours = _ours(numbers, parts, group.rank)
+    ours = ours & kept
+    terms = zeros(group, (3, len(z)), dtype, z)
+    terms[0] = e.sum(1)
+    if z.shape[1]:
+        terms[1] = np.where(ours, np.take_along_axis(z, local[:, None], 1)[:, 0], z.dtype.type(0))
     if label_smoothing:
         terms[2] = z.sum(1)
     total, chosen, sums = arrived(start_sum(terms, dtype, group))
     losses = np.log(total) - (1 - label_smoothing) * chosen - label_smoothing / max(vocabulary, 1) * sums
-    losses[~kept] = 0
-    saved = CrossEntropy(
-        tl, e / total[:, None], ours, local[ours], label_smoothing, vocabulary, kept, group, numbers.shape
-    )  # fmt: skip
-    return dlpack.lend(losses.astype(dtype, copy=False).reshape(numbers.shape), dtype, tl), saved
+    losses = np.where(kept, losses, losses.dtype.type(0))
+    if place(z) is not None:
+        losses = np.where(kept & ((numbers < 0) | (numbers >= vocabulary)), losses.dtype.type(np.nan), losses)
+    shape = tl.array.shape[:-1]
+    saved = CrossEntropy(tl, e / total[:, None], local, ours, label_smoothing, vocabulary, kept, group, shape)
+    return lent(losses.astype(dtype, copy=False).reshape(shape), tl, dtype), saved
 
 
 def _cross_entropy_backward(saved: CrossEntropy, dlosses: Any) -> Gradients:
     given = enter_backward("vocab_parallel_cross_entropy", saved, dlosses)
     summed = arrived(start_sum(given, saved.dtype, saved.comm)).reshape(-1, 1)
     d = saved.probabilities - saved.probabilities.dtype.type(saved.smoothing / max(saved.vocabulary, 1))
-    d[saved.ours, saved.local] -= 1 - saved.smoothing
+    if d.shape[1]:
+        at = saved.local[:, None]
+        chosen = np.take_along_axis(d, at, 1)
+        np.put_along_axis(d, at, np.where(saved.ours[:, None], chosen - d.dtype.type(1 - saved.smoothing), chosen), 1)
     d *= summed
-    d[~saved.kept] = 0
+    d = np.where(saved.kept[:, None], d, d.dtype.type(0))
     return (give(d.reshape(saved.logits.array.shape), saved.logits),)
 
 

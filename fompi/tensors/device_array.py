@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -59,19 +59,23 @@ class DeviceArray:
     def __init__(self, memory: Allocation, at: np.ndarray[Any, Any]):
         self.memory, self._at = memory, at  # `at` has the address of the device: nobody may read its elements
 
+    def _on(self, at: np.ndarray[Any, Any]) -> Self:
+        """Another view of the same memory."""
+        return type(self)(self.memory, at)
+
     @classmethod
-    def of(cls, memory: Allocation, shape: Sequence[int], dtype: Any, offset: int = 0) -> DeviceArray:
+    def of(cls, memory: Allocation, shape: Sequence[int], dtype: Any, offset: int = 0) -> Self:
         """An array in C order, `offset` bytes behind the begin of `memory`."""
         dtype = np.dtype(dtype)
         block = (ctypes.c_uint8 * (prod(shape) * dtype.itemsize)).from_address(memory.ptr + offset)
         return cls(memory, np.ndarray(tuple(shape), dtype, block))
 
-    shape, dtype, ndim, size, nbytes, strides, flags = map(
-        _of, ("shape", "dtype", "ndim", "size", "nbytes", "strides", "flags")
+    shape, dtype, ndim, size, nbytes, itemsize, strides, flags = map(
+        _of, ("shape", "dtype", "ndim", "size", "nbytes", "itemsize", "strides", "flags")
     )
 
     @classmethod
-    def foreign(cls, device: Any, at: np.ndarray[Any, Any], owner: object) -> DeviceArray:
+    def foreign(cls, device: Any, at: np.ndarray[Any, Any], owner: object) -> Self:
         """An array on memory of another library. `at` has its address and shape."""
         low, high = byte_bounds(at)
         return cls(ForeignMemory(device, low, high - low, owner), at)
@@ -93,31 +97,31 @@ class DeviceArray:
     def __len__(self) -> int:
         return len(self._at)
 
-    def __getitem__(self, key: Any) -> DeviceArray:
+    def __getitem__(self, key: Any) -> Self:
         keys = key if isinstance(key, tuple) else (key,)
-        return DeviceArray(self.memory, self._at[keys if Ellipsis in keys else (*keys, ...)])  # never an element
+        return self._on(self._at[keys if Ellipsis in keys else (*keys, ...)])  # never an element
 
-    def reshape(self, *shape: Any) -> DeviceArray:
+    def reshape(self, *shape: Any) -> Self:
         """The same elements in another shape. Raises ValueError where NumPy would copy."""
         at = self._at.view()
         if not at.flags.c_contiguous and at.size:
             raise ValueError("reshape() of a strided device array would copy it")
-        return DeviceArray(self.memory, at.reshape(*shape))
+        return self._on(at.reshape(*shape))
 
-    def view(self, dtype: Any) -> DeviceArray:
-        return DeviceArray(self.memory, self._at.view(dtype))
+    def view(self, dtype: Any) -> Self:
+        return self._on(self._at.view(dtype))
 
-    def rows_first(self, dim: int) -> DeviceArray:
+    def rows_first(self, dim: int) -> Self:
         """The dimension `dim` becomes the first one. `dim=0` changes nothing."""
-        return DeviceArray(self.memory, np.moveaxis(self._at, dim, 0))
+        return self._on(np.moveaxis(self._at, dim, 0))
 
-    def rows_at(self, dim: int) -> DeviceArray:
+    def rows_at(self, dim: int) -> Self:
         """The first dimension becomes dimension `dim`: undoes `rows_first`."""
-        return DeviceArray(self.memory, np.moveaxis(self._at, 0, dim))
+        return self._on(np.moveaxis(self._at, 0, dim))
 
-    def broadcast_to(self, shape: Sequence[int]) -> DeviceArray:
+    def broadcast_to(self, shape: Sequence[int]) -> Self:
         """The same elements for each row of `shape`, without a copy."""
-        return DeviceArray(self.memory, np.broadcast_to(self._at, tuple(shape)))
+        return self._on(np.broadcast_to(self._at, tuple(shape)))
 
     def overlaps(self, other: Any) -> bool:
         """True if both may share memory."""

@@ -254,8 +254,13 @@ def _borrow_cupy(x: Any, name: str) -> Tensor:
     """An array of CuPy. What still writes it is in CuPy's current stream, which the device follows at each call."""
     dtype = _known(x.dtype, name)
     device = _device(name, x.data.device_id)
-    interface = _interface(x.data.ptr, False, STORAGE[dtype], x.shape, x.strides)
-    return Tensor(DeviceArray.foreign(device, np.asarray(_Address(interface)), x), dtype, "cupy", False, x)
+    return Tensor(on_device(x, device), dtype, "cupy", False, x)
+
+
+def on_device(x: Any, device: Any) -> DeviceArray:
+    """An array of CuPy as one of fompi, on the same memory of `device`."""
+    interface = _interface(x.data.ptr, False, STORAGE[_known(x.dtype, "x")], x.shape, x.strides)
+    return DeviceArray.foreign(device, np.asarray(_Address(interface)), x)
 
 
 def _borrow_cuda_interface(x: Any, name: str, framework: str) -> Tensor:

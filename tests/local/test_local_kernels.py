@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from fompi.backends.emulated import Emulated
+from fompi.backends.numbers import product
 from fompi.bench import kernels, pipelines, strategies
 from fompi.model.machine import Machine
 from fompi.parallel import linear
 from fompi.parallel.activations import activate, activate_backward
-from fompi.parallel.arrays import add, product
+from fompi.parallel.arrays import add
 from fompi.parallel.attention import Rule, attend, attend_backward, merge
 from fompi.parallel.expert import grouped, grouped_gradient
 

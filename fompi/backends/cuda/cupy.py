@@ -36,6 +36,7 @@ from fompi.backends.cuda.products import product
 from fompi.backends.cuda.staging import HostMark, Staging
 from fompi.backends.half import storage
 from fompi.base.errors import DeviceError, FompiError, in_words
+from fompi.tensors import dlpack
 from fompi.tensors.device_array import DeviceArray
 
 SUCCESS, NOT_READY = 0, 600
@@ -90,6 +91,16 @@ class StreamEvent(HostMark):
     def __del__(self) -> None:
         if hasattr(self, "ptr"):
             self.device.free_events.append(self.ptr)
+
+
+class CallersStream:
+    """The program's current stream of CuPy, for kernels that fompi gives to it."""
+
+    __slots__ = ("name", "of_cupy", "ptr")
+
+    def __init__(self, ptr: int):
+        self.name, self.ptr = "the caller's", ptr
+        self.of_cupy: Any = None
 
 
 class Stream:
@@ -172,6 +183,8 @@ class CudaDevice(Staging):
         self.dropped_opened: deque[int] = deque()
         self._thread = threading.local()  # `seen`: how many arrivals the entries of the thread have followed
         self._arrived = 0
+        self._computes = False  # True once a strategy has computed with CuPy
+        self._callers: dict[int, CallersStream] = {}
         self.use()
         runtime = self.runtime
         self.pool = Pool(self, self._malloc, runtime.free)
@@ -209,6 +222,8 @@ class CudaDevice(Staging):
         self.use()
         self.backend = None  # it keeps the arrays of its last copies
         self._opened.clear()
+        self._constants.clear()
+        self._uploads.clear()
         self._close_dropped()
         self.pool.release(exported=True)
         self.pages.release()
@@ -345,7 +360,10 @@ class CudaDevice(Staging):
     def lend_to(self, ptr: int) -> None:
         """Let the stream at `ptr`, of a consumer, wait for what fompi has enqueued."""
         self.check()
-        self._await(ptr, [stream.record(StreamEvent(self)) for stream in self._busy_streams()])
+        events = [stream.record(StreamEvent(self)) for stream in self._busy_streams()]
+        if self._computes:  # a strategy has enqueued kernels of CuPy
+            events += [self._mark(of) for of in {*self.library.current()} - {ptr} if self._is_busy(of)]
+        self._await(ptr, events)
 
     def leave(self, events: Sequence[StreamEvent]) -> None:
         for ptr in dict.fromkeys(self.library.current()):
@@ -360,6 +378,31 @@ class CudaDevice(Staging):
         for stream in busy:
             self._departures.wait(stream.record(StreamEvent(self)))
         return int(self._departures.ptr)
+
+    def meet(self) -> None:
+        """The caller's current streams wait for each other, and for the producers of tensors that have come.
+
+        So CuPy may compute with tensors of torch and JAX, and they with its results.
+        """
+        self._computes = True
+        thread = self._thread
+        if getattr(thread, "seen", -1) == self._arrived and len({*self.library.current()}) < 2:
+            return
+        event = self._entry()
+        if event is not None:
+            self.leave([event])
+
+    def mark(self) -> StreamEvent:
+        """A new mark in the caller's current stream of CuPy."""
+        return self._mark(self.library.current()[0])
+
+    def for_caller(self, enqueue: Enqueue, *arrays: DeviceArray) -> None:
+        """Give a kernel on these arrays to the caller's current stream of CuPy."""
+        ptr = self.library.current()[0]
+        stream = self._callers.get(ptr)
+        if stream is None:
+            stream = self._callers[ptr] = CallersStream(ptr)
+        enqueue(stream)  # type: ignore[arg-type]
 
     def _busy_streams(self) -> list[Stream]:
         self.begin()
@@ -468,6 +511,16 @@ class CudaDevice(Staging):
         owner = cupy.cuda.UnownedMemory(memory.ptr, memory.nbytes, memory, self.number)
         pointer = cupy.cuda.MemoryPointer(owner, array.ptr - memory.ptr)
         return cupy.ndarray(array.shape, array.dtype if dtype is None else dtype, pointer, array.strides)
+
+    def for_numpy(self, array: DeviceArray) -> Any:
+        """The array as one of CuPy, for NumPy's functions. Kernels of the program use it."""
+        memory: Any = array.memory
+        memory.is_lent = True
+        return self.as_cupy(array)
+
+    def array_of(self, x: Any) -> DeviceArray:
+        """Undoes `for_numpy`."""
+        return dlpack.on_device(x, self)
 
     def copy(self, to: AnyArray, source: AnyArray) -> Enqueue:
         self._check_place(*(a for a in (to, source) if isinstance(a, DeviceArray)))

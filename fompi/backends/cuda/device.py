@@ -144,6 +144,39 @@ class Device(Protocol):
         """A kernel of the user: `function(reads, writes)`, on arrays as the user's framework takes them."""
         ...
 
+    # -- what the caller computes with (`fompi.backends.numbers`), in the order of its current stream
+    def for_numpy(self, array: DeviceArray) -> Any:
+        """The array as one that NumPy's functions take."""
+        ...
+
+    def array_of(self, x: Any) -> DeviceArray:
+        """Undoes `for_numpy`."""
+        ...
+
+    def meet(self) -> None:
+        """The caller's current streams of all libraries wait for each other."""
+        ...
+
+    def cast(self, x: Any, dtype: str, to: str) -> Any:
+        """x, which holds `dtype`, rounded to the dtype `to`."""
+        ...
+
+    def multiply(self, a: Any, b: Any, dtype: str, to: str) -> Any:
+        """a @ b as an array of the dtype `to`. a and b hold `dtype`, and b is a matrix."""
+        ...
+
+    def constant(self, values: Array) -> Any:
+        """An array of the host, which is copied once and kept. The first call waits. Nobody may write the result."""
+        ...
+
+    def upload(self, values: Array) -> Any:
+        """A copy of an array of the host. Nothing waits for it here."""
+        ...
+
+    def fetch(self, x: Any) -> Any:
+        """A copy of x on its way to the host: `done()`, then `get()`. Nothing waits for it here."""
+        ...
+
     def copy(self, to: AnyArray, source: AnyArray) -> Enqueue:
         """A copy between arrays of equally many bytes in C order: of this device, or page-locked."""
         ...

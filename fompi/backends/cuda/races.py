@@ -71,6 +71,7 @@ class Span:
         self.ptr = self.shadow = 0
         self.freed = self.is_lent = False
         self.accesses: list[Access] = []
+        self.owner: str | None = None  # the stream in whose order its memory is used again. None: in that of the host
         self._written = written
         self.number = next(device.numbers)
 
@@ -104,8 +105,9 @@ class Span:
             self._written = self._written or access.writes
 
     def in_use(self, clocks: Clocks) -> Access | None:
-        """An access of which the host does not know whether it is done."""
-        return next((a for a in self.accesses if not clocks.knows(HOST, a)), None)
+        """An access of which neither the host nor `owner` knows whether it is done."""
+        known = (HOST,) if self.owner is None else (HOST, self.owner)
+        return next((a for a in self.accesses if not any(clocks.knows(actor, a) for actor in known)), None)
 
 
 def freed_in_use(span: Span, user: Access) -> DeviceError:

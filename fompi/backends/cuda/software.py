@@ -33,6 +33,7 @@ from typing import Any, cast
 import numpy as np
 
 from fompi.backends.base import Dtypes
+from fompi.backends.cuda.computing import Computing
 from fompi.backends.cuda.counters.signal import Signals
 from fompi.backends.cuda.device import AnyArray, Array, Arrays, Enqueue, ProductCall
 from fompi.backends.cuda.failures import OutOfMemory, nothing
@@ -137,6 +138,23 @@ def seen(array: AnyArray) -> Array:
     data = array.ptr - memory.ptr + memory.shadow, False
     shadow = np.asarray(_Shadow({**array.interface, "data": data}, memory))
     return shadow if shadow.dtype == array.dtype else shadow.view(array.dtype)  # dtypes of ml_dtypes
+
+
+class SoftwareArray(Computing, DeviceArray):
+    """An array of the software device. NumPy's functions compute with it, in the caller's current stream.
+
+    What they return, and what the program drops, is used again in the order of that stream, as in CuPy's pool.
+    """
+
+    __slots__ = ()
+    __hash__ = DeviceArray.__hash__
+
+    def _new(self, shape: tuple[int, ...], dtype: Any) -> SoftwareArray:
+        made: SoftwareArray = self.device.empty(shape, dtype)
+        return made
+
+    def _run(self, name: str, work: Any, reads: Arrays, writes: Arrays) -> None:
+        self.device.compute(name, work, reads, writes)
 
 
 class StreamEvent(HostMark):
@@ -376,8 +394,8 @@ class SoftwareDevice(Staging):
         return None  # no library can read this memory
 
     # -- memory
-    def empty(self, shape: Sequence[int], dtype: Any) -> DeviceArray:
-        return DeviceArray.of(DeviceMemory(self, prod(shape) * np.dtype(dtype).itemsize), shape, dtype)
+    def empty(self, shape: Sequence[int], dtype: Any) -> SoftwareArray:
+        return SoftwareArray.of(DeviceMemory(self, prod(shape) * np.dtype(dtype).itemsize), shape, dtype)
 
     def zeros(self, shape: Sequence[int], dtype: Any) -> DeviceArray:
         return self.array(np.zeros(shape, dtype))
@@ -460,6 +478,38 @@ class SoftwareDevice(Staging):
 
         return self._enqueue("copy", work, [source], [to])
 
+    def compute(self, name: str, work: Callable[..., object], reads: Arrays, writes: Arrays) -> None:
+        """Run `work(reads, writes)` as a kernel of the caller's current stream."""
+        self.check_for_program()
+        self.for_caller(self.call(work, name, reads, writes), *reads, *writes)
+
+    def for_numpy(self, array: DeviceArray) -> SoftwareArray:
+        """The array as one that NumPy's functions take."""
+        return array if isinstance(array, SoftwareArray) else SoftwareArray(array.memory, array._at)
+
+    def array_of(self, x: SoftwareArray) -> DeviceArray:
+        """Undoes `for_numpy`."""
+        return x
+
+    def meet(self) -> None:
+        """A thread has one current stream."""
+
+    def mark(self) -> StreamEvent:
+        """A new mark in the caller's current stream."""
+        stream = getattr(self._current, "stream", None) or self._default
+        return cast(StreamEvent, stream.record(StreamEvent(self)))
+
+    def for_caller(self, enqueue: Enqueue, *arrays: DeviceArray) -> None:
+        """Give a kernel on these arrays to the caller's current stream."""
+        chosen = getattr(self._current, "stream", None)
+        stream = chosen or self._default
+        enqueue(stream)
+        for array in arrays:
+            memory: Any = array.memory
+            memory.owner = stream.actor
+        if chosen is None:
+            self._left = stream.record(StreamEvent(self))
+
     def _enqueue(
         self, name: str, work: Callable[[], object], reads: Sequence[AnyArray], writes: Sequence[AnyArray]
     ) -> Enqueue:
@@ -509,4 +559,4 @@ class SoftwareDevice(Staging):
         path, number, whole, offset = handle.split()
         key = path + b" " + number  # the number: another file may get the same descriptor
         memory = self.opened_once(key, lambda: DeviceMemory(self, int(whole), path.decode()))
-        return DeviceArray.of(memory, (nbytes,), np.uint8, int(offset))
+        return SoftwareArray.of(memory, (nbytes,), np.uint8, int(offset))

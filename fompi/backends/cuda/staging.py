@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from time import monotonic, sleep
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 
 from fompi.backends.cuda.device import WAIT_SECONDS, AnyArray, Array, Enqueue
 from fompi.backends.cuda.failures import Failing
+from fompi.backends.half import storage
 from fompi.base.errors import DeviceError
 from fompi.tensors.device_array import DeviceArray
 
@@ -36,6 +37,26 @@ class HostMark:
             sleep(POLL_SECONDS)
 
 
+MOST_CONSTANTS = 256
+"""So many arrays of the host stay on the device: masks of tiles, and which head reads which."""
+
+
+class Fetched:
+    """Numbers of a device on their way to the host, in the order of the caller's current stream."""
+
+    def __init__(self, device: Any, target: Array, source: DeviceArray, event: Any):
+        self._device, self._target, self._source, self._event = device, target, source, event
+
+    def done(self) -> bool:
+        """True once they are here."""
+        return bool(self._event.done())
+
+    def get(self) -> Array:
+        """The numbers, once `done` was True."""
+        self._device.touch("get()", self._target, False)
+        return self._target.copy()
+
+
 class Staging(Failing):
     """The part of a `Device` that its own streams, memory and copies give. `_own` is a stream for copies that wait."""
 
@@ -46,10 +67,17 @@ class Staging(Failing):
     touch: Callable[[str, AnyArray, bool], None]
     entry: Callable[[], Any]
     event: Callable[[], Any]
+    kernel: Callable[..., Enqueue]
+    for_numpy: Callable[[DeviceArray], Any]
+    array_of: Callable[[Any], DeviceArray]
+    for_caller: Callable[..., None]
+    mark: Callable[[], Any]
 
     def __init__(self) -> None:
         super().__init__()
         self._opened: OrderedDict[bytes, Any] = OrderedDict()
+        self._constants: OrderedDict[Any, DeviceArray] = OrderedDict()
+        self._uploads: deque[tuple[Any, Array]] = deque()  # events, and the page-locked memory of copies in flight
 
     def use(self) -> None:
         """Make this the current device of the calling thread, where devices have one."""
@@ -86,6 +114,49 @@ class Staging(Failing):
             enqueue(self._own)
         finally:
             self._own.record(self.event()).wait()
+
+    # -- for what NumPy's functions have no name, in the order of the caller's current stream
+    def cast(self, x: Any, dtype: str, to: str) -> Any:
+        """x, which holds `dtype`, rounded to the dtype `to`."""
+        source, made = self.array_of(x), self.empty(x.shape, storage(to))
+        self.for_caller(self.kernel("copy", [source], [made], [dtype], [to]), source, made)
+        return self.for_numpy(made)
+
+    def multiply(self, a: Any, b: Any, dtype: str, to: str) -> Any:
+        """a @ b as an array of the dtype `to`. a and b hold `dtype`, and b is a matrix."""
+        x, w, made = self.array_of(a), self.array_of(b), self.empty((*a.shape[:-1], b.shape[1]), storage(to))
+        if made.size:
+            self.for_caller(self.kernel("matmul", [x, w], [made], [dtype, dtype], [to]), x, w, made)
+        return self.for_numpy(made)
+
+    def constant(self, values: Array) -> Any:
+        """An array of the host, which is copied once. Nobody may write the result."""
+        key = values.dtype.str, values.shape, values.tobytes()
+        made = self._constants.get(key)
+        if made is None:
+            made = self._constants[key] = self.array(values)
+            if len(self._constants) > MOST_CONSTANTS:
+                self._constants.popitem(last=False)
+        self._constants.move_to_end(key)
+        return self.for_numpy(made)
+
+    def upload(self, values: Array) -> Any:
+        """A copy of an array of the host, in the order of the caller's current stream. Nothing waits for it here."""
+        while self._uploads and self._uploads[0][0].done():
+            self._uploads.popleft()
+        staging, made = self.pinned(values.shape, values.dtype), self.empty(values.shape, values.dtype)
+        self.touch("upload()", staging, True)
+        staging[...] = values
+        self.for_caller(self.copy(made, staging), made)
+        self._uploads.append((self.mark(), staging))
+        return self.for_numpy(made)
+
+    def fetch(self, x: Any) -> Fetched:
+        """A copy of x on its way to page-locked memory. Nothing waits for it here."""
+        source = self.array_of(x)
+        target = self.pinned(x.shape, source.dtype)
+        self.for_caller(self.copy(target, source), source)
+        return Fetched(self, target, source, self.mark())
 
     def opened_once(self, key: bytes, make: Callable[[], Any]) -> Any:
         """Memory of another process, which `make` opens. It stays open for the next message, MOST_OPENED at most."""
