@@ -21,7 +21,7 @@ Array = Any
 
 def place(a: Array) -> Any:
     """The device whose memory `a` has. None: the host."""
-    if isinstance(a, np.ndarray):
+    if isinstance(a, (np.ndarray, float)):
         return None
     return a.device if isinstance(a, DeviceArray) else dlpack.device_of(a)
 
@@ -69,6 +69,13 @@ def wide_product(a: Array, b: Array, dtype: str) -> Array:
     if device is None or dtype not in HALF:
         return product(widen(a, dtype), widen(b, dtype))
     return device.multiply(a, b, dtype, accumulator(dtype))
+
+
+def launch(name: str, reads: Any, writes: Any, read_dtypes: Any, write_dtypes: Any) -> None:
+    """Enqueue a kernel of `fompi.plans.kernels` on arrays of a device, behind what the caller has enqueued."""
+    device = place(writes[0])
+    inside, outside = [*map(stored, reads)], [*map(stored, writes)]
+    device.for_caller(device.kernel(name, inside, outside, read_dtypes, write_dtypes), *inside, *outside)
 
 
 def empty(shape: Any, dtype: Any, like: Array) -> Array:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from fompi.backends import in_c
-from fompi.backends.half import LARGE, narrow, numba, widen
+from fompi.backends.half import LARGE, numba
+from fompi.backends.numbers import empty, launch, narrow, place, widen
 from fompi.base.layout import HALF, offsets, split
 from fompi.base.wires import RUN, WIRES, WireFormat
 from fompi.plans.kernels import DECODE, DECODE_ADD, ENCODE, OF_WIRES
@@ -22,7 +23,9 @@ Array = np.ndarray[Any, Any]
 
 
 def bound(name: str, arrays: Sequence[Array], dtypes: Sequence[str]) -> Callable[[], None]:
-    """The kernel on these arrays, operands first. `dtypes` are theirs."""
+    """The kernel on these arrays, operands first. `dtypes` are theirs. On a device a call only enqueues it."""
+    if place(arrays[0]) is not None:
+        return partial(launch, name, arrays[:-1], arrays[-1:], dtypes[:-1], dtypes[-1:])
     elements = arrays[0] if name in ENCODE else arrays[-1]
     if all(a.flags.c_contiguous for a in arrays):
         compiled = in_c.of_wire(name, arrays, dtypes, elements.size)
@@ -58,14 +61,14 @@ def run(name: str, arrays: Sequence[Array], dtypes: Sequence[str]) -> None:
 def lose(name: str, x: Array, lost: Array) -> None:
     """lost = what a message of this wire loses of the float32 elements of `x`, one block. 0 where it is not finite."""
     wire = WIRES[name]
-    m = np.empty(wire.nbytes(x.size), np.uint8)
+    m = empty((wire.nbytes(x.size),), np.uint8, x)
     bound(f"encode_{name}", [x, m], ["float32", "uint8"])()
     bound(f"decode_{name}", [m, lost], ["uint8", "float32"])()
     with np.errstate(invalid="ignore"):
         np.subtract(x, lost, out=lost)
     scales = m[: -(-x.size // RUN) * 4].view(np.float32) if wire.top else lost
-    if not np.isfinite(scales).all():
-        lost[~np.isfinite(lost)] = 0
+    if place(lost) is not None or not np.isfinite(scales).all():
+        np.copyto(lost, lost.dtype.type(0), where=~np.isfinite(lost))
 
 
 def lose_parts(name: str, x: Array, lost: Array, size: int, rank: int) -> None:
@@ -102,7 +105,7 @@ class Feedback:
         if sent is not total:  # x is of a half type, so it has lost something itself
             with np.errstate(invalid="ignore"):
                 rounded = total - sent
-            losing += np.where(np.isfinite(rounded), rounded, 0)
+            losing += np.where(np.isfinite(rounded), rounded, rounded.dtype.type(0))
         self._losing, self._spare = losing, None
 
     def keep(self) -> None:
@@ -131,7 +134,7 @@ def half_unit(name: str, m: Array, size: int) -> tuple[float, float]:
 def carry(name: str, x: Array, dtype: str, edges: Sequence[int]) -> None:
     """x = what messages of this wire carry of x, one block for each part between two of the edges."""
     for part in starmap(slice, pairwise(edges)):
-        m = np.empty(WIRES[name].nbytes(part.stop - part.start), np.uint8)
+        m = empty((WIRES[name].nbytes(part.stop - part.start),), np.uint8, x)
         bound(f"encode_{name}", [x[part], m], [dtype, "uint8"])()
         bound(f"decode_{name}", [m, x[part]], ["uint8", dtype])()
 

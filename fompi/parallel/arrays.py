@@ -79,7 +79,7 @@ def borrow(x: Any, name: str, like: Tensor | None = None, ndim: int | None = Non
     """The tensor `x`: floating-point numbers, of the dtype and on the device of `like`, with `ndim` dimensions."""
     tensor = borrow_any(x, name)
     if like is not None:
-        _check_place(name, tensor.array, like.array)
+        check_place(name, tensor.array, like.array)
     if tensor.dtype not in FLOATS:
         raise DtypeError(f"{name} has dtype {tensor.dtype}: it must be one of {', '.join(FLOATS)}")
     if like is not None and tensor.dtype != like.dtype:
@@ -98,8 +98,8 @@ def borrow_any(x: Any, name: str) -> Tensor:
     return tensor
 
 
-def _check_place(name: str, array: Array, other: Array) -> None:
-    """Raise TensorError if a tensor is on another device than the first tensor of the call."""
+def check_place(name: str, array: Array, other: Array) -> None:
+    """Raise TensorError if a tensor is on another device than the first tensor."""
     if (here := place(array)) is not (there := place(other)):
         where = [f"the {device.name}" if device is not None else "the host" for device in (here, there)]
         raise TensorError(f"{name} is on {where[0]}, but the first tensor is on {where[1]}: copy one of them")
@@ -109,7 +109,7 @@ def borrow_integers(x: Any, name: str, like: Tensor | None = None) -> Array:
     """The tensor `x` of integers as an array, on the device of `like`."""
     tensor = borrow_any(x, name)
     if like is not None:
-        _check_place(name, tensor.array, like.array)
+        check_place(name, tensor.array, like.array)
     if tensor.array.dtype.kind not in "iu" or tensor.dtype in CARRIERS:
         raise DtypeError(f"{name} has dtype {tensor.dtype}: it must be an integer dtype")
     array: Array = tensor.array
@@ -119,7 +119,7 @@ def borrow_integers(x: Any, name: str, like: Tensor | None = None) -> Array:
 def borrow_gradient(dy: Any, dtype: str, shape: Sequence[int], like: Tensor) -> Array:
     """The gradient of a result with this dtype and shape, as an array of that dtype, on the device of `like`."""
     tensor = borrow(dy, "dy")
-    _check_place("dy", tensor.array, like.array)
+    check_place("dy", tensor.array, like.array)
     if tensor.dtype != dtype:
         raise DtypeError(f"dy has dtype {tensor.dtype}, but the result has {dtype}")
     if tensor.array.shape != tuple(shape):
@@ -137,7 +137,7 @@ def call(operation: Operation[Any], *arrays: Any, dtype: str, **options: Any) ->
     """The result of an operation on arrays that hold the logical dtype `dtype`, as such arrays."""
     if is_in_turns():
         return arrived(start(operation, *arrays, dtype=dtype, **options))
-    return _arrays(operation(*_tensors(arrays, options, dtype), **options))
+    return array_of(operation(*_tensors(arrays, options, dtype), **options))
 
 
 def start(operation: Operation[Any], *arrays: Any, dtype: str, **options: Any) -> Pending:
@@ -190,7 +190,7 @@ def transfer(
 def arrived(pending: Pending) -> Any:
     """The result of an operation in flight, as an array or a tuple of arrays."""
     give_way()
-    return _arrays(pending.wait())
+    return array_of(pending.wait())
 
 
 def read(fetched: Any, comm: Communicator) -> Array:
@@ -212,8 +212,13 @@ POLL_SECONDS = 2e-5
 def arrived_from(pending: Pending, rank: int) -> Array:
     """The rows of the result that come from `rank`, as an array, as soon as they are there."""
     give_way()
-    rows: Array = _arrays(pending.part(rank))
+    rows: Array = array_of(pending.part(rank))
     return rows
+
+
+def tensor_of(array: Array, dtype: str) -> Any:
+    """An array that holds `dtype`, as a tensor for operations. `array_of` undoes it."""
+    return dlpack.lend(stored(array), dtype, "dlpack" if place(array) is None else "device")
 
 
 def _tensors(arrays: Sequence[Any], options: dict[str, Any], dtype: str) -> list[Any]:
@@ -233,9 +238,10 @@ def _tensor(array: Any, dtype: str) -> Any:
     return Lent(array if array.flags.writeable else array.copy(), dtype)
 
 
-def _arrays(result: Any) -> Any:
+def array_of(result: Any) -> Any:
+    """The array of a result of an operation on such tensors. Of a tuple: a tuple."""
     if isinstance(result, tuple):
-        return tuple(map(_arrays, result))
+        return tuple(map(array_of, result))
     if isinstance(result, DeviceArray):
         return for_numpy(result.view(storage(result.dtype.name)))
     return result.array if isinstance(result, Lent) else result

@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import numpy as np
 
-from fompi.backends.numbers import narrow, widen
+from fompi.backends.numbers import filled, narrow, place, stored, widen
 from fompi.backends.wires import Feedback, carry
-from fompi.base.errors import DtypeError, LayoutError, ShapeError, TensorError
+from fompi.base.errors import DtypeError, LayoutError, ShapeError
 from fompi.base.layout import accumulator, integer, offsets, split
 from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import digest
 from fompi.model.flow_shop import Job, announced_units, makespan
 from fompi.model.machine import Machine
+from fompi.parallel.arrays import borrow_any, check_place
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
 
@@ -132,7 +133,7 @@ class Bucket:
         self, params: dict[str, Tensor], comm: Communicator, zero: int, microbatches: int = 1, wire: str | None = None
     ):
         self.names, self.shapes = [*params], {name: t.array.shape for name, t in params.items()}
-        self.kinds = {name: t.framework for name, t in params.items()}
+        self.likes = {name: replace(t, array=None, owner=None) for name, t in params.items()}
         self.dtype = next(iter(params.values())).dtype
         self.wide = accumulator(self.dtype)  # the dtype of gradients and of what the optimizer updates
         edges = offsets(t.array.size for t in params.values())
@@ -148,8 +149,8 @@ class Bucket:
         self.master = self.shard if self.wide == self.dtype else widen(self.shard, self.dtype)
         if self.arrived is not None and self.master is self.shard:
             self.master = self.shard.copy()
-        self.gradient = np.zeros(self.size, self.wide) if zero < 2 else None  # of this rank, all elements
-        self.sum_shard = np.zeros(self.end - self.begin, self.wide) if zero >= 2 else None
+        self.gradient = filled(self.size, self.wide, 0, full) if zero < 2 else None  # of this rank, all elements
+        self.sum_shard = filled(self.end - self.begin, self.wide, 0, full) if zero >= 2 else None
         self.feedback: Feedback | None = None
         self.total: Array | None = None  # the sum of all ranks, of the elements that this rank owns
         self.missing = dict.fromkeys(self.names, microbatches)  # how often each is still to be announced in this step
@@ -179,9 +180,9 @@ class Bucket:
         bits, known = f"u{self.shard.itemsize}", self.arrived
         if known is None:
             known = narrow(self.master, self.dtype)
-        written = np.flatnonzero(self.shard.view(bits) != known.view(bits))
-        if len(written):
-            self.master[written] = widen(self.shard[written], self.dtype)
+        written = self.shard.view(bits) != known.view(bits)
+        if place(written) is not None or written.any():
+            np.copyto(self.master, widen(self.shard, self.dtype), where=written)
 
     def carry(self) -> None:
         """The parameters become what gathers would bring of them."""
@@ -204,14 +205,13 @@ def detached(x: Any) -> Any:
 def borrowed(params: Mapping[str, Any]) -> dict[str, Tensor]:
     if not isinstance(params, Mapping):
         raise ShapeError(f"params must map names to tensors, not {type(params).__name__}: pass dict(name=tensor, ...)")
-    tensors = {name: dlpack.borrow(detached(x), f"the parameter {name!r}") for name, x in params.items()}
+    tensors = {name: borrow_any(detached(x), f"the parameter {name!r}") for name, x in params.items()}
     if not tensors:
         raise ShapeError("DataParallel needs at least one parameter")
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             raise DtypeError(f"the parameter {name!r} is {tensor.dtype}; DataParallel takes {', '.join(DTYPES)}")
-        if tensor.device is not None:
-            raise TensorError(f"the parameter {name!r} is on a device: DataParallel works on the host")
+        check_place(f"the parameter {name!r}", tensor.array, next(iter(tensors.values())).array)
     return tensors
 
 
@@ -253,9 +253,11 @@ def check_clip(clip: Any) -> None:
         raise LayoutError(f"clip={clip!r} must be None or a number of at least 0, the largest norm")
 
 
-def clip_factor(norm: float, most: float) -> float:
+def clip_factor(norm: Any, most: float) -> Any:
     """What gradients of this norm are multiplied by, so that it is at most `most`. NaN stays NaN, as in torch."""
     factor = most / (norm + 1e-6)
+    if place(factor) is not None:
+        return np.where(factor > 1.0, factor.dtype.type(1), factor)
     return 1.0 if factor > 1.0 else factor
 
 
@@ -315,7 +317,8 @@ def in_words(tensors: Mapping[str, Tensor]) -> str:
     listed = [f"{name} {t.dtype}{[*t.array.shape]}" for name, t in tensors.items()]
     values = 0
     for tensor in tensors.values():
-        values = zlib.crc32(np.ascontiguousarray(tensor.array).reshape(-1).view(np.uint8).data, values)
+        array = tensor.array if place(tensor.array) is None else stored(tensor.array).get()
+        values = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, values)
     more = ", ..." if len(listed) > MOST_NAMED else ""
     named = f"{', '.join(listed[:MOST_NAMED])}{more} (all: {digest(str(listed)):x})"
     return f"{len(listed)} parameters: {named}, values {values:x}"

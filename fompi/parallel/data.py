@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from fompi.backends.half import storage
-from fompi.backends.numbers import narrow, widen
+from fompi.backends.numbers import constant, fetch, filled, narrow, place, widen
 from fompi.backends.wires import Feedback
 from fompi.base.errors import DtypeError, FompiError, LayoutError, MismatchError, ShapeError, StateError, TensorError
 from fompi.base.layout import accumulator, offsets
@@ -32,7 +32,7 @@ from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.ops.operations import all_gather, all_reduce, reduce_scatter
-from fompi.parallel.arrays import same_bits
+from fompi.parallel.arrays import array_of, borrow_any, call, check_place, lent, read, same_bits, tensor_of
 from fompi.parallel.buckets import (
     DTYPES,
     MOST_NAMED,
@@ -55,7 +55,6 @@ from fompi.parallel.optimizers import SGD, AdamW, Optimizer, State
 from fompi.parallel.repeated import Unbound, repeated
 from fompi.parallel.saved import load_state, whole_state
 from fompi.parallel.section import Section
-from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
 from fompi.traces.trace import Trace
 
@@ -172,7 +171,7 @@ class DataParallel:
         for bucket in self.buckets:
             self._prepare(bucket)
             if feedback:
-                lost = np.zeros(bucket.size, bucket.wide)
+                lost = filled(bucket.size, bucket.wide, 0, bucket.master)
                 bucket.feedback = Feedback(self.wire, self.comm.size, self.comm.rank, lost)
         self._index = {name: i for i, bucket in enumerate(self.buckets) for name in bucket.names}
         self._states: dict[str, State] = {}
@@ -199,14 +198,14 @@ class DataParallel:
             how = {"wire": self.wire, "schedule": "direct", "slices": 1}
         if self.zero < 2:
             assert bucket.gradient is not None
-            x = dlpack.lend(bucket.gradient, bucket.wide, "dlpack")
-            bucket.summing = repeated(reduce_scatter if self.zero else all_reduce, x.array.nbytes, x, comm=comm, **how)
+            x, nbytes = tensor_of(bucket.gradient, bucket.wide), bucket.gradient.nbytes
+            bucket.summing = repeated(reduce_scatter if self.zero else all_reduce, nbytes, x, comm=comm, **how)
         else:
-            out = dlpack.lend(bucket.sum_shard, bucket.wide, "dlpack")
+            out = tensor_of(bucket.sum_shard, bucket.wide)
             bucket.summing = Unbound(reduce_scatter, comm, {"out": out, **how})
         if self.zero in (1, 2):
             assert bucket.full is not None
-            x, out = (dlpack.lend(a, bucket.dtype, "dlpack") for a in (bucket.shard.copy(), bucket.full))
+            x, out = (tensor_of(a, bucket.dtype) for a in (bucket.shard.copy(), bucket.full))
             bucket.gathering = repeated(all_gather, bucket.full.nbytes, x, out=out, comm=self._gathers, **carried)
             bucket.first_gathering = Unbound(all_gather, self._gathers, {"out": out, **carried})
         elif self.zero:
@@ -235,8 +234,8 @@ class DataParallel:
         assert bucket.full is not None
         a, b = bucket.spans[name]
         array = bucket.full[a:b].reshape(bucket.shapes[name])
-        kind = bucket.kinds[name]
-        return dlpack.lend(array.copy() if kind == "jax" else array, bucket.dtype, kind)  # JAX arrays never change
+        like = bucket.likes[name]
+        return lent(array.copy() if like.framework == "jax" else array, like)  # JAX arrays never change
 
     def release(self, name: str) -> None:
         """The parameter is not needed until its next use. zero=3 forgets a bucket once all its names are released."""
@@ -255,7 +254,7 @@ class DataParallel:
             self._arrive(bucket)
             gathering = bucket.first_gathering if in_section else bucket.gathering
             x = bucket.shard if self.zero == 3 else bucket.shard.copy()
-            bucket.gather = gathering.start(x=dlpack.lend(x, bucket.dtype, "dlpack"))
+            bucket.gather = gathering.start(x=tensor_of(x, bucket.dtype))
             bucket.position, self._at, self._gathered = self._at, self._at + 1, self._gathered + 1
 
     def _gather_ahead(self, position: int, in_section: bool = False) -> None:
@@ -302,7 +301,7 @@ class DataParallel:
 
     def _wait(self, pending: Any) -> Array:
         begun = perf_counter()
-        array: Array = pending.wait().array
+        array: Array = array_of(pending.wait())
         self.waited += perf_counter() - begun
         return array
 
@@ -335,7 +334,7 @@ class DataParallel:
     def _add(self, bucket: Bucket, name: str, array: Array) -> None:
         """Add a gradient to that of the bucket, and let the buckets leave that are complete."""
         if bucket.gradient is None:
-            bucket.gradient = np.zeros(bucket.size, bucket.wide)
+            bucket.gradient = filled(bucket.size, bucket.wide, 0, array)
         a, b = bucket.spans[name]
         into = bucket.gradient[a:b].reshape(array.shape)
         np.add(into, array, out=into)
@@ -354,16 +353,15 @@ class DataParallel:
                 f"step() on rank {self.comm.rank}: add the terms first, announce all but the last inside no_sync(), or "
                 "set microbatches="
             )
-        tensor = dlpack.borrow(detached(gradient), f"the gradient of {name!r}")
+        tensor = borrow_any(detached(gradient), f"the gradient of {name!r}")
+        check_place(f"the gradient of {name!r}", tensor.array, bucket.master)
         if tensor.array.shape != bucket.shapes[name]:
             raise ShapeError(f"the gradient of {name!r} has shape {tensor.array.shape}, not {bucket.shapes[name]}")
         if tensor.dtype not in DTYPES or accumulator(tensor.dtype) != bucket.wide:
             raise DtypeError(f"the gradient of {name!r} is {tensor.dtype}, and is added in {bucket.wide}")
-        if tensor.device is not None:
-            raise TensorError(f"the gradient of {name!r} is on a device: DataParallel works on the host")
         array: Array = widen(tensor.array, tensor.dtype)
-        if self.check_for_nan and not np.isfinite(array).all():
-            what = "a NaN" if np.isnan(array).any() else "an infinite number"
+        if self.check_for_nan and not read(fetch(np.isfinite(array).all()), self.comm):
+            what = "a NaN" if read(fetch(np.isnan(array).any()), self.comm) else "an infinite number"
             raise TensorError(f"the gradient of {name!r} has {what} on rank {self.comm.rank}. {NOTHING_UPDATED}")
         return array
 
@@ -372,10 +370,12 @@ class DataParallel:
         before = self._next
         while self._next >= 0 and (before - self._next < most if most is not None else self._is_complete):
             bucket = self.buckets[self._next]
-            gradient = np.zeros(bucket.size, bucket.wide) if bucket.gradient is None else bucket.gradient
+            gradient = bucket.gradient
+            if gradient is None:
+                gradient = filled(bucket.size, bucket.wide, 0, bucket.master)
             if bucket.feedback is not None:
                 bucket.feedback.give_back(gradient)
-            bucket.sum = bucket.summing.start(x=dlpack.lend(gradient, bucket.wide, "dlpack"))
+            bucket.sum = bucket.summing.start(x=tensor_of(gradient, bucket.wide))
             self._next -= 1
             for later in self.buckets[self._next + 2 :]:
                 if later.sum is not None and later.sum.done():
@@ -396,8 +396,11 @@ class DataParallel:
                 bucket.gradient = None
 
     # ---------------------------------------------------------------------------------------------------- step
-    def step(self, clip: float | None = None, over: Any = ()) -> float:
+    def step(self, clip: float | None = None, over: Any = ()) -> Any:
         """Update the parameters. Returns the norm of the whole gradient, before it is clipped to `clip`.
+
+        The norm of parameters on a device is a tensor there, without dimensions: the host does not wait for it. With
+        `check_for_nan` it does.
 
         `over`: communicators of other axes that hold other parts of the model, if the constructor did not get them.
         The norm counts those too. If it is NaN and there is a `clip`, all gradients become NaN, as in torch.
@@ -435,7 +438,7 @@ class DataParallel:
                 norm = self._agreed_step(clip)
             finally:
                 self._reset()
-            is_finite = isfinite(norm) or not self.check_for_nan
+            is_finite = not self.check_for_nan or self._is_finite(norm)
             if self.zero in (1, 2) and is_finite:
                 self._at = 0
                 for bucket in self.buckets:
@@ -450,9 +453,12 @@ class DataParallel:
             raise self._torn
         if (report := self.comm.engine.report) is not None:
             report.mark(report.updates[id(self)])
-        return norm
+        return norm if place(norm) is None else lent(norm, next(iter(self.buckets[0].likes.values())), "float64")
 
-    def _agreed_step(self, clip: float | None) -> float:
+    def _is_finite(self, norm: Any) -> bool:
+        return bool(isfinite(norm if place(norm) is None else read(fetch(norm), self.comm)))
+
+    def _agreed_step(self, clip: float | None) -> Any:
         """The step, once all ranks are in it: an error of one rank is one on all. That of the optimizer is kept.
 
         With `check_for_nan`, a norm that is not finite updates nothing.
@@ -462,8 +468,8 @@ class DataParallel:
         if self.replicas is not None:
             self._sum_replicas(self.replicas)
         square, flags = self._summed_square_and_flags()
-        norm = self._scale * sqrt(square)
-        if self.check_for_nan and not isfinite(norm):
+        norm = self._scale * (sqrt(square) if place(square) is None else np.sqrt(square))
+        if self.check_for_nan and not self._is_finite(norm):
             return norm
         try:  # nothing is told any more: the other ranks may have updated their part
             used = {name for name, count in zip(self._index, flags, strict=True) if count}
@@ -477,9 +483,11 @@ class DataParallel:
                 raise
         return norm
 
-    def _update(self, used: set[str], factor: float) -> None:
+    def _update(self, used: set[str], factor: Any) -> None:
         for bucket in self.buckets:
             assert bucket.total is not None
+            if place(factor) is not None:
+                factor = factor.astype(bucket.wide)
             if self.zero < 3:
                 bucket.take_what_was_written()
             for name in bucket.names:
@@ -507,30 +515,40 @@ class DataParallel:
 
     def _sum_replicas(self, replicas: Communicator) -> None:
         how: dict[str, Any] = {"comm": replicas, "schedule": same_bits(replicas), "wire": self.wire or None}
-        sums = [all_reduce.start(b.total, **how) for b in reversed(self.buckets)]
+        sums = [all_reduce.start(tensor_of(b.total, b.wide), **how) for b in reversed(self.buckets)]
         for bucket, pending in zip(reversed(self.buckets), sums, strict=True):
             begun = perf_counter()
-            bucket.total = pending.wait()
+            bucket.total = array_of(pending.wait())
             self.waited += perf_counter() - begun
 
-    def _summed_square_and_flags(self) -> tuple[float, Array]:
-        """The square of the norm of the whole gradient, and how many ranks have announced each name: alike on all."""
-        squares = 0.0
+    def _summed_square_and_flags(self) -> tuple[Any, Array]:
+        """The square of the norm of the whole gradient, and how many ranks have announced each name: alike on all.
+
+        That of a device stays there. The flags are known to the host, and never leave it.
+        """
+        square: Any = 0.0
         for bucket in self.buckets:
             assert bucket.total is not None
             for name in bucket.names:
-                square = np.square(bucket.total[bucket.own(name)], dtype=np.float64)
+                term = np.square(bucket.total[bucket.own(name)], dtype=np.float64)
                 count = self._holders.get(name, 1)
-                squares += float((square / (count if isinstance(count, int) else count[bucket.elements(name)])).sum())
-        words = np.array([squares, *(name in self._used for name in self._index)], np.float64)
-        total = all_reduce(words, comm=self._sums, schedule=same_bits(self._sums))
-        flags = total[1:]
+                term = term / (count if isinstance(count, int) else constant(count[bucket.elements(name)], term))
+                square = square + (float(term.sum()) if place(term) is None else term.sum())
+        flags = np.array([name in self._used for name in self._index], np.float64)
+        if place(square) is None:
+            own = np.array([square])
+            total = all_reduce(np.concatenate([own, flags]), comm=self._sums, schedule=same_bits(self._sums))
+            summed, flags = total[:1].copy(), total[1:]
+        else:
+            own = square.reshape(1)
+            summed = call(all_reduce, own, dtype="float64", comm=self._sums, schedule=same_bits(self._sums))
+            flags = all_reduce(flags, comm=self._sums, schedule=same_bits(self._sums))
         if self.replicas is not None:
             flags = all_reduce(flags, comm=self.replicas, schedule=same_bits(self.replicas))
-        norm2 = total[:1].copy() if self.zero else words[:1]
+        summed = summed if self.zero else own
         for axis in self._over:
-            norm2 = all_reduce(norm2, comm=axis, schedule=same_bits(axis))
-        return float(norm2[0]), flags
+            summed = call(all_reduce, summed, dtype="float64", comm=axis, schedule=same_bits(axis))
+        return (float(summed[0]) if place(summed) is None else summed[0]), flags
 
     def _reset(self) -> None:
         """Forget the gradients, and what is left of this step."""
@@ -669,9 +687,9 @@ class DataParallel:
         for bucket in self.buckets:
             self._collect(bucket)
             self._arrive(bucket)
-            for call in (bucket.summing, bucket.gathering):
-                if call is not None:
-                    call.close()
+            for each in (bucket.summing, bucket.gathering):
+                if each is not None:
+                    each.close()
         self._sums.close()
         self._gathers.close()
 

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fompi.backends.numbers import narrow, widen
-from fompi.base.errors import LayoutError, ShapeError, TensorError
+from fompi.backends.numbers import empty, filled, narrow, place, upload, widen
+from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import offsets, split
 from fompi.engine.handshake import agree, digest
 from fompi.ops.operations import all_gather, all_reduce
 from fompi.parallel import section
-from fompi.parallel.arrays import same_bits
+from fompi.parallel.arrays import borrow_any, call, check_place, lent, same_bits
 from fompi.parallel.buckets import MOST_NAMED, Bucket, detached
-from fompi.tensors import dlpack
 
 if TYPE_CHECKING:
     from fompi.parallel.data import DataParallel
@@ -40,7 +39,7 @@ def whole_state(dp: DataParallel, parameters: bool, rank0_only: bool) -> Saved:
         for key in dict.fromkeys(key for name in bucket.names for key in _kept(dp, name)):
             spread = [name for name in bucket.names if key in _kept(dp, name) and _is_spread(dp, name, key)]
             for name, array in _gathered(dp, bucket, {name: _kept(dp, name)[key] for name in spread}).items():
-                found[name][key] = dlpack.lend(array, str(array.dtype), bucket.kinds[name])
+                found[name][key] = lent(array, bucket.likes[name], str(array.dtype))
             for name in bucket.names:
                 if name not in spread and key in _kept(dp, name):
                     found[name][key] = _kept(dp, name)[key]
@@ -52,7 +51,7 @@ def whole_state(dp: DataParallel, parameters: bool, rank0_only: bool) -> Saved:
                 shard = narrow(bucket.master, bucket.dtype)
             own = {name: shard[bucket.own(name)] for name in bucket.names}
             for name, array in _gathered(dp, bucket, own).items():
-                values[name] = dlpack.lend(array, bucket.dtype, bucket.kinds[name])
+                values[name] = lent(array, bucket.likes[name])
     whole = {"optimizer": optimizer} | ({"parameters": values} if parameters else {})
     if dp.feedback:
         whole["feedback"] = {name: array for bucket in dp.buckets for name, array in _all_lost(dp, bucket).items()}
@@ -83,11 +82,11 @@ def load_state(dp: DataParallel, state: Mapping[str, Any]) -> None:
                 bucket.shard[own] = flat[elements]
                 bucket.master[own] = widen(flat[elements], bucket.dtype)
             for key, value in taken[name].items():
-                part = value.reshape(-1)[elements] if isinstance(value, np.ndarray) else value
+                part = value.reshape(-1)[elements] if hasattr(value, "reshape") else value
                 if key == MASTER:
                     is_of_value = narrow(part, bucket.dtype) == bucket.shard[own]  # else the parameter says more
                     bucket.master[own] = np.where(is_of_value, part, bucket.master[own])
-                elif isinstance(value, np.ndarray):
+                elif hasattr(value, "reshape"):
                     dp._states[name][key][...] = part
                 else:
                     dp._states[name][key] = value
@@ -121,15 +120,15 @@ def _all_lost(dp: DataParallel, bucket: Bucket) -> dict[str, Any]:
     assert bucket.feedback is not None
     total = bucket.feedback.lost
     for axis in (dp.comm, *dp._others()):
-        total = all_reduce(total, comm=axis, schedule=same_bits(axis))
+        total = call(all_reduce, total, dtype=bucket.wide, comm=axis, schedule=same_bits(axis))
     assert total is not None
     found = {name: total[a:b].reshape(bucket.shapes[name]).copy() for name, (a, b) in bucket.spans.items()}
-    return {name: dlpack.lend(array, bucket.wide, bucket.kinds[name]) for name, array in found.items()}
+    return {name: lent(array, bucket.likes[name], bucket.wide) for name, array in found.items()}
 
 
 def _own_lost(dp: DataParallel, bucket: Bucket, whole: Mapping[str, Array]) -> Array:
     """The same on one of the ranks, which adds it to its next gradient: of each part the one that does not round it."""
-    mine = np.zeros(bucket.size, bucket.wide)
+    mine = filled(bucket.size, bucket.wide, 0, bucket.master)
     if whole and all(axis.rank == 0 for axis in dp._others()):
         flat = np.concatenate([whole[name].reshape(-1) for name in bucket.names])
         first, last = offsets(split(bucket.size, dp.comm.size))[dp.comm.rank :][:2]
@@ -147,7 +146,7 @@ def _kept(dp: DataParallel, name: str) -> dict[str, Any]:
 def _is_spread(dp: DataParallel, name: str, key: str) -> bool:
     """True if the ranks have parts of this value, as they have of the parameter."""
     value, own = _kept(dp, name)[key], dp.buckets[dp._index[name]].own(name)
-    return isinstance(value, np.ndarray) and value.shape == (own.stop - own.start,)
+    return bool(getattr(value, "shape", None) == (own.stop - own.start,))
 
 
 def _gathered(dp: DataParallel, bucket: Bucket, own: dict[str, Array]) -> dict[str, Array]:
@@ -158,9 +157,9 @@ def _gathered(dp: DataParallel, bucket: Bucket, own: dict[str, Array]) -> dict[s
         return {name: array.reshape(bucket.shapes[name]).copy() for name, array in own.items()}
     flat = np.concatenate([*own.values()])
     bits = flat.view(f"u{flat.itemsize}")  # of any dtype
-    every, at, found = all_gather(bits, comm=dp.comm).view(flat.dtype), 0, {}
+    every, at, found = call(all_gather, bits, dtype=bits.dtype.name, comm=dp.comm).view(flat.dtype), 0, {}
     ranges = [[bucket.part_of(name, rank) for name in own] for rank in range(dp.comm.size)]
-    whole = {name: np.empty(b - a, flat.dtype) for name in own for a, b in [bucket.spans[name]]}
+    whole = {name: empty(b - a, flat.dtype, flat) for name in own for a, b in [bucket.spans[name]]}
     for of_rank in ranges:
         for name, part in zip(own, of_rank, strict=True):
             whole[name][part] = every[at : (at := at + part.stop - part.start)]
@@ -202,9 +201,10 @@ def _fitting(dp: DataParallel, bucket: Bucket, name: str, given: Any) -> dict[st
 
 def _array(value: Any, what: str, bucket: Bucket, name: str, dtype: str) -> Array:
     """A value as an array with the shape of the parameter."""
-    tensor = dlpack.borrow(detached(value), what)
-    if tensor.device is not None:
-        raise TensorError(f"{what} is on a device: DataParallel works on the host")
+    tensor = borrow_any(detached(value), what)
+    if place(tensor.array) is None:
+        tensor.array = upload(tensor.array, bucket.master)
+    check_place(what, tensor.array, bucket.master)
     if tensor.array.shape != bucket.shapes[name]:
         raise ShapeError(f"{what} has the shape {tensor.array.shape}, but the parameter has {bucket.shapes[name]}")
     wide = widen(tensor.array, tensor.dtype)
