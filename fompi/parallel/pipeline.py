@@ -18,10 +18,13 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.base import Backend
+from fompi.backends.cuda import backend_of
+from fompi.backends.numbers import for_numpy, place
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import DtypeError, FompiError, PeerError, PlanError, ShapeError, StateError, TensorError
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
+from fompi.parallel.arrays import borrow_any, lent
 from fompi.parallel.buckets import detached
 from fompi.parallel.orders import SCHEDULES, Action, Both, Step, order
 from fompi.parallel.pipeline_plan import PipelineProblem, evaluation, plan
@@ -30,6 +33,7 @@ from fompi.plans.plan import Plan
 from fompi.runtime.binding import bind
 from fompi.runtime.executor import Executor
 from fompi.tensors import dlpack
+from fompi.tensors.dlpack import Tensor
 from fompi.traces.trace import Trace
 
 __all__ = ["SCHEDULES", "Action", "Both", "Pipeline", "order", "plan"]
@@ -70,6 +74,10 @@ class Pipeline:
     (`order`): what a strategy of one of them has sent travels while the other computes (`fompi.interleave`). So a layer
     of experts hides its messages across micro-batches. An order of your own says where: "(0F1;1B0)OVERLAP_F_B".
 
+    With a `device` (`fompi.Device`) tensors are in its memory. Stages and loss enqueue in the caller's current stream and
+    nothing waits for it; activations go from device to device. The `framework` "numpy" then means arrays of CuPy, or of
+    the software device; "torch" and "jax" are tensors of these on the device.
+
     `wire` is the form in which messages carry activations and their gradients (`fompi.base.wires`). They are rounded
     once each. A stage gets tensors of `dtype` all the same.
 
@@ -92,6 +100,7 @@ class Pipeline:
         seconds: Mapping[str, float | Sequence[float]] | None = None,
         wire: str | None = None,
         overlap_f_b: bool = False,
+        device: Any = None,
     ):
         self.comm = Communicator.of(comm)
         self.loss, self.dtype, self.framework, self.microbatches = loss, dtype, framework, microbatches
@@ -118,8 +127,10 @@ class Pipeline:
             self._by_number = dict(zip(self.problem.stages_of(rank), self.stages, strict=True))
             if backend is not None and not hasattr(backend, "asynchronous"):
                 raise PlanError(f"backend={backend!r} must be a backend of fompi.backends")
-            if backend is not None and backend.device is not None:
-                raise PlanError("a pipeline passes on tensors in host memory: its backend cannot be a device")
+            if backend is not None and (backend.device is not None or device is not None):
+                raise PlanError("a backend emulates an accelerator on the host: give a device as device=")
+            if device is not None and overlap_f_b:
+                raise PlanError("overlap_f_b=True is for the host: on a device both are in the order of one stream")
             if backend is not None and backend.asynchronous:
                 for kernel in self.plan.kernels:
                     if not kernel.seconds and not kernel.beside:
@@ -129,6 +140,7 @@ class Pipeline:
             if by not in SCHEDULES:
                 by = "; ".join(" ".join(map(str, a)) for a in order(schedule, size, microbatches, len(self.stages)))
             text = f"{self.problem} with {self.problem.activations} by {by}, checked {checked}"
+            text += "" if device is None else f", on a {device.name}"
         except Exception as error:  # of any kind: the other ranks wait for this one
             refusal = error
         agree(self.comm, text, refusal)
@@ -137,7 +149,11 @@ class Pipeline:
         self._targets: Sequence[Any] = ()
         self._refusal: Exception | None = None
         self._forget()
-        self._backend = backend or Numpy()
+        self.device = device
+        self._backend = backend or (Numpy() if device is None else backend_of(device).by_caller())
+        if framework == "numpy" and device is not None:
+            framework = "device" if device.key == "software" else "cupy"
+        self._like = Tensor(None, dtype, framework, False, None)
         self.executor = self._latest = self._bind(self.plan)
         self._evaluation: Executor | None = None
 
@@ -261,7 +277,7 @@ class Pipeline:
     """How this rank runs the step, in words: all ranks must run it alike."""
 
     # -- the kernels of the plan
-    def _forward(self, args: Key, reads: Sequence[np.ndarray], writes: Sequence[np.ndarray]) -> None:
+    def _forward(self, args: Key, reads: Sequence[Any], writes: Sequence[Any]) -> None:
         if self._refusal is not None:
             raise self._refusal
         stage, i = args
@@ -273,7 +289,7 @@ class Pipeline:
         else:
             self._put(y, writes[0], f"y of stage {stage}, micro-batch {i},")
 
-    def _evaluate(self, args: Key, reads: Sequence[np.ndarray], writes: Sequence[np.ndarray]) -> None:
+    def _evaluate(self, args: Key, reads: Sequence[Any], writes: Sequence[Any]) -> None:
         if self._refusal is not None:
             raise self._refusal
         number, i = args
@@ -286,10 +302,10 @@ class Pipeline:
             self._put(y, writes[0], f"y of stage {number}, micro-batch {i},")
         else:
             given = dlpack.borrow(detached(y), f"y of micro-batch {i}")
-            is_of_slot = number and given.device is None and dlpack.overlap(given.array, reads[0])
-            self._results[i] = dlpack.lend(given.array.copy(), given.dtype, given) if is_of_slot else y
+            is_of_slot = number and dlpack.overlap(given.array, reads[0])
+            self._results[i] = lent(for_numpy(given.array).copy(), given) if is_of_slot else y
 
-    def _backward(self, args: Key, reads: Sequence[np.ndarray], writes: Sequence[np.ndarray]) -> None:
+    def _backward(self, args: Key, reads: Sequence[Any], writes: Sequence[Any]) -> None:
         stage, saved, dy = self._by_number[args[0]], self._saved.pop(args), self._gradient(args, reads)
         if hasattr(stage, "backward"):
             dx = stage.backward(saved, dy)
@@ -312,20 +328,20 @@ class Pipeline:
             lambda: backward((other, j), reads[read:], writes[written:]),
         )
 
-    def _backward_input(self, args: Key, reads: Sequence[np.ndarray], writes: Sequence[np.ndarray]) -> None:
+    def _backward_input(self, args: Key, reads: Sequence[Any], writes: Sequence[Any]) -> None:
         result = self._by_number[args[0]].backward_input(self._saved.pop(args), self._gradient(args, reads))
         dx, self._rests[args] = _pair(result, f"backward_input() of stage {args[0]}", "(dx, rest)")
         self._keep_gradient(args, dx, writes)
 
-    def _backward_weight(self, args: Key, reads: Sequence[np.ndarray], writes: Sequence[np.ndarray]) -> None:
+    def _backward_weight(self, args: Key, reads: Sequence[Any], writes: Sequence[Any]) -> None:
         self._by_number[args[0]].backward_weight(self._rests.pop(args))
 
-    def _gradient(self, args: Key, reads: Sequence[np.ndarray]) -> Any:
+    def _gradient(self, args: Key, reads: Sequence[Any]) -> Any:
         """The gradient of the output of this stage."""
         stage, i = args
         return self._loss_gradients.pop(i) if stage == self.problem.stages - 1 else self._lent(reads[0])
 
-    def _keep_gradient(self, args: Key, dx: Any, writes: Sequence[np.ndarray]) -> None:
+    def _keep_gradient(self, args: Key, dx: Any, writes: Sequence[Any]) -> None:
         """Hand the gradient of the input to the stage before, or to the caller."""
         stage, i = args
         if stage:
@@ -334,20 +350,22 @@ class Pipeline:
             assert self.input_gradients is not None
             self.input_gradients[i] = dx
 
-    def _lent(self, array: np.ndarray) -> Any:
+    def _lent(self, array: Any) -> Any:
         """A slot as a tensor of the framework of the stages. JAX arrays must never change, so they are copies."""
-        return dlpack.lend(array.copy() if self.framework == "jax" else array, self.dtype, self.framework)
+        array = for_numpy(array)
+        return lent(array.copy() if self.framework == "jax" else array, self._like)
 
-    def _put(self, tensor: Any, slot: np.ndarray, name: str) -> None:
+    def _put(self, tensor: Any, slot: Any, name: str) -> None:
         """Copy what a stage has returned to the slot from which it is sent."""
-        given = dlpack.borrow(detached(tensor), name)
-        if given.device is not None:
-            raise TensorError(f"{name} is on the {given.device.name}: a pipeline passes on tensors in host memory")
+        given = borrow_any(detached(tensor), name)
+        if place(given.array) is not self.device:
+            where, wanted = ("the host" if d is None else f"the {d.name}" for d in (place(given.array), self.device))
+            raise TensorError(f"{name} is on {where}, but the pipeline passes on tensors of {wanted}: see device=")
         if given.dtype != self.dtype:
             raise DtypeError(f"{name} is {given.dtype}, the pipeline was made for {self.dtype}")
         if given.array.shape != slot.shape:
             raise ShapeError(f"{name} has the shape {given.array.shape}, but {slot.shape} was declared in activations")
-        np.copyto(slot, given.array)
+        np.copyto(for_numpy(slot), given.array)
 
     # -- after a step
     @property

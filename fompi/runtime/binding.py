@@ -147,7 +147,8 @@ def bind(
         replaced = replaced_kernels(plan, kernels or {}, backend)
         memory = check_tensors(plan, communicator, tensors, backend)
         name = backend.name if device is None else paths.title
-        compiled = Compiled(plan, communicator.rank, name if backend.asynchronous else "")
+        by_caller = getattr(backend, "is_by_caller", False)
+        compiled = Compiled(plan, communicator.rank, name if backend.asynchronous else "", by_caller)
         if device is not None and kernels and replaced:
             starts = compiled.sized(plan.extents(communicator.rank)).starts
             for of, reads, writes in compiled.examples(replaced, memory.arrays, starts):

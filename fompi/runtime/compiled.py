@@ -82,11 +82,12 @@ class NativeStart:
 class Compiled:
     """The program of `rank` in `plan`, for any rows.
 
-    `device` is the name of the device on which kernels are enqueued. Empty: kernels run on the host.
+    `device` is the name of the device on which kernels are enqueued. Empty: kernels run on the host. `by_caller`: those
+    that the plan declares are functions of the program, which run in its thread.
     Raises PlanError if the program sends too many messages to one peer.
     """
 
-    def __init__(self, plan: Plan, rank: int, device: str = ""):
+    def __init__(self, plan: Plan, rank: int, device: str = "", by_caller: bool = False):
         self.plan, self.program, self.asynchronous = plan, plan.programs[rank], bool(device)
         self.is_paced = plan.is_paced
         ops = self.program.ops
@@ -118,6 +119,8 @@ class Compiled:
         self._forms = [(b.name, b.axis, b.row) for b in self.program.buffers if b.axis != "whole" and not b.wire]
         self._wired = [b for b in self.program.buffers if b.wire]
         self._whole = {b.name: b.row for b in self.program.buffers if b.axis == "whole" and not b.wire}
+        own = {kernel.name for kernel in plan.kernels} if by_caller else ()
+        self.by_caller = {i for i, op in enumerate(ops) if isinstance(op, Compute) and op.kernel in own}
         self.is_opaque = bool(plan.kernels)  # it has kernels of the user, which may take any time
         self._xs = [b for b in self.program.buffers if b.is_input and b.axis != "whole" and b.name[0] == "x"]
         self._x_row_nbytes = sum(buffer.row_nbytes for buffer in self._xs)  # several only where columns are split

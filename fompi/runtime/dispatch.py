@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from heapq import heappop, heappush
+from threading import get_ident
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -55,6 +56,7 @@ class Dispatch(Task):
     | kernel on the host                | it waits in `ready` or `ready_merges` until a thread takes it             |
     | small sum or copy                 | it runs at once, in the thread that released it                           |
     | kernel on a device                | the backend enqueues it at once                                           |
+    | the same, by the caller           | it waits in `ready` until the thread of the program takes it              |
     | product that is announced         | with the others of its kernel, once all of them can start                 |
     | kernel that needs such a product  | when its flag was seen                                                    |
 
@@ -69,6 +71,8 @@ class Dispatch(Task):
     unready: dict[tuple[str, int], list[int]] = {}  # noqa: RUF012  # (input, block) not ready yet -> the ops that read it
     announcing: Announcing | None = None  # products that one kernel of the device computes
     gathered: tuple[int, ...] = ()  # those of them that can start, until all can
+    thread = 0  # that of the program, where kernels run in it
+    made: dict[int, Token] = {}  # noqa: RUF012  # the tokens of such kernels that have just run
     awaiting: dict[int, list[int]] = {}  # noqa: RUF012  # product that is not announced yet -> the kernels that need it
     is_small = False
     paths: Paths | None = None  # how messages move that a device reads or writes
@@ -94,6 +98,8 @@ class Dispatch(Task):
         self.natives_left, self.forwards = compiled.natives, compiled.forwards
         if compiled.asynchronous:
             self.tokens, self.notes, self.entries, self.held_entry = {}, {}, {}, {}
+        if compiled.by_caller:
+            self.thread, self.made = get_ident(), {}
 
     # -- what the call decides (`fompi.runtime.program.Run`)
     def has_turn(self, i: int) -> bool:
@@ -144,7 +150,7 @@ class Dispatch(Task):
             at += 1
             kind = kinds[i]
             if kind == COMPUTE:
-                if compiled.asynchronous:
+                if compiled.asynchronous and i not in compiled.by_caller:
                     self._enqueue(i, queue)
                     continue
                 if self.is_small and compiled.merges[i]:
@@ -422,13 +428,20 @@ class Dispatch(Task):
         """The next kernel. Sums and copies come first, since other ranks wait for them; then program order."""
         if self.ready_merges:
             i = heappop(self.ready_merges)
-        elif self.ready and not merges_only:
+        elif self.ready and not merges_only and (not self.thread or self.thread == get_ident()):
             i = heappop(self.ready)
         else:
             return None
         if not (self.ready or self.ready_merges):
             self.comm.engine.kernels_done(self)
-        return i, self.actions[i] if self.error is None else _skip_kernel
+        if self.error is not None:
+            return i, _skip_kernel
+        return i, partial(self._run_by_caller, i) if self.thread else self.actions[i]
+
+    def _run_by_caller(self, i: int) -> None:
+        """Run a function of the program that enqueues on a device."""
+        after = [self.tokens[j] for j in self.compiled.follows[i] if j in self.tokens]
+        self.made[i] = self.actions[i](after)
 
     def ran(self, key: int, begun: float, error: BaseException | None) -> None:
         if key >= 0:
@@ -438,7 +451,24 @@ class Dispatch(Task):
                 self.kernel_failed(key, error)
             elif self.is_enqueued:
                 self.kernel_failed_late(key, error)
-        self.completed(key)
+        if self.thread and key >= 0:
+            self._ran_by_caller(key)
+        else:
+            self.completed(key)
+
+    def _ran_by_caller(self, i: int) -> None:
+        """What a function of the program has enqueued is a kernel in flight. Kernels that follow it become free."""
+        token = self.made.pop(i, None)
+        if token is not None and self.error is None:
+            self.tokens[i] = token
+            self.comm.engine.launched(token, self, i)
+        queue: list[int] = []
+        self._enqueued(i, queue)
+        self.start_ops(queue)
+        if self.unfinished == 0 and not self.finished:
+            self.finish()
+        elif self.paths is not None:
+            self.end_for_program()
 
     def hold(self, entry: Token, messages: list[int]) -> None:
         """Let these messages wait until the device has done what the program had enqueued, whose token is `entry`."""

@@ -187,6 +187,10 @@ class OnDevice:
         """As `bind`, for a kernel of the user: `function(reads, writes)`."""
         return self._enqueuer(kernel, self.device.call(function, kernel, reads, writes))
 
+    def by_caller(self) -> ByCaller:
+        """The same backend, where kernels of the user run in the program's thread and enqueue in its current stream."""
+        return ByCaller(self)
+
     def launch_once(self, function: Callable[..., object], kernel: str, reads: Arrays, writes: Arrays) -> None:
         """Launch a kernel of the user on scratch arrays like these, and wait: its code is compiled and loaded now.
 
@@ -217,5 +221,35 @@ class OnDevice:
                     stream.wait(token.event)
             enqueue(stream)
             return Enqueued(queue, stream.record(event))
+
+        return launch
+
+
+class ByCaller:
+    """A Backend whose kernels of the user are functions of the program: they enqueue in the caller's current stream.
+
+    `Dispatch` runs them in the thread that has started the call. All else is that of the backend of the device.
+    """
+
+    asynchronous = is_by_caller = True
+
+    def __init__(self, backend: OnDevice):
+        self._backend, self._queue = backend, Queue(None)
+        self.device, self.name = backend.device, backend.name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def bind_user(self, function: Callable[..., object], kernel: str, reads: Arrays, writes: Arrays) -> Kernel:
+        """`function(reads, writes)` on DeviceArrays, between what it follows and a mark in the caller's stream."""
+        device, queue = self.device, self._queue
+
+        def launch(after: Sequence[Enqueued]) -> Enqueued:
+            events = [token.event for token in after if token.queue is not queue]
+            if events:
+                device.leave(events)
+            function(reads, writes)
+            device.meet()
+            return Enqueued(queue, device.mark())
 
         return launch
