@@ -15,13 +15,16 @@ import re
 import threading
 from bisect import bisect_right, insort
 from contextlib import nullcontext
+from functools import partial
 from itertools import count
 from math import prod
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import cupy
 import numpy as np
 
+from fompi.backends.cuda.computing import Computing
 from fompi.backends.cuda.counters.announced import GROUP_NUMBERS, GROUP_POINTERS, KernelForm
 from fompi.backends.cuda.counters.signal import WORDS
 from fompi.backends.cuda.cupy import CudaDevice
@@ -185,7 +188,8 @@ class Runtime:
 
     def _memcpyAsync(self, to, source, nbytes, kind, stream):
         kinds = {1: (DEVICE, HOST), 2: (HOST, DEVICE), 3: (DEVICE, DEVICE)}[kind]
-        assert (self.span(to, nbytes), self.span(source, nbytes)) == kinds and stream in self.lives["stream"]
+        assert (self.span(to, nbytes), self.span(source, nbytes)) == kinds
+        assert stream == 0 or stream in self.lives["stream"]
         ctypes.memmove(to, source, nbytes)
 
     def _memsetAsync(self, ptr, value, nbytes, stream):
@@ -282,7 +286,8 @@ class Cublas:
         one, factor = (np.ndarray(1, scale, (ctypes.c_uint8 * 16).from_address(p))[0] for p in (alpha, beta))
         assert one == 1 and factor in (0, 1)
         right, left = self._view(a, of_a, k, m, lda, ta), self._view(b, of_b, n, k, ldb, tb)
-        product = np.matmul(widen(left, DTYPES[of_b]), widen(right, DTYPES[of_a]))
+        with np.errstate(all="ignore"):
+            product = np.matmul(widen(left, DTYPES[of_b]), widen(right, DTYPES[of_a]))
         target = self._view(c, of_c, n, m, ldc, 0)
         if factor:
             product = widen(target, DTYPES[of_c]) + product
@@ -451,7 +456,71 @@ class FakeLibrary(DeviceLibraries):
 def device(number=0, **options):
     """A CudaDevice on a new fake runtime, with the real `cupy.ndarray`."""
     runtime = Runtime(**{k: options.pop(k) for k in [*options] if k in inspect.signature(Runtime).parameters})
-    return CudaDevice(number, runtime, cupy, FakeLibrary, **options)
+    made = CudaDevice(number, runtime, None, FakeLibrary, **options)
+    made.cupy = SimpleNamespace(ndarray=partial(FakeArray.on, runtime), cuda=cupy.cuda)
+    return made
+
+
+class FakeArray(Computing, cupy.ndarray):
+    """An array of CuPy with which NumPy's functions compute on the host. It takes what the real one would take."""
+
+    __hash__ = object.__hash__
+
+    @classmethod
+    def on(cls, runtime, shape, dtype, pointer, strides=None):
+        made = cls(shape, dtype, pointer, strides)
+        assert runtime.span(made.data.ptr, 0 if not made.size else 1) == DEVICE
+        made.runtime = runtime
+        return made
+
+    @property
+    def _at(self):
+        return view_of_cupy(self)
+
+    def _on(self, at):
+        memory = self.data.mem
+        offset = at.__array_interface__["data"][0] - memory.ptr
+        return FakeArray.on(self.runtime, at.shape, at.dtype, cupy.cuda.MemoryPointer(memory, offset), at.strides)
+
+    def _new(self, shape, dtype):
+        runtime, dtype = self.runtime, np.dtype(dtype)
+        nbytes = max(prod(shape) * dtype.itemsize, 1)
+        ptr = runtime._allocate(nbytes, DEVICE)  # CuPy has memory of its own
+        memory = cupy.cuda.UnownedMemory(ptr, nbytes, Pooled(runtime, ptr), 0)
+        return FakeArray.on(runtime, shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+    def _run(self, name, work, reads, writes):
+        for array in (*reads, *writes):
+            assert not array.size or self.runtime.span(array.data.ptr, 1) == DEVICE
+        self.runtime.log.append(("numpy", name))
+        work([array._at for array in reads], [array._at for array in writes])
+
+    def __array_ufunc__(self, ufunc, method, *inputs, **options):
+        assert isinstance(getattr(cupy, ufunc.__name__, None), (cupy.ufunc, type(cupy.matmul))), f"CuPy has no {ufunc}"
+        assert method in ("__call__", "at") and {*options} <= {"out", "dtype", "casting"}, (ufunc, method, options)
+        return super().__array_ufunc__(ufunc, method, *inputs, **options)
+
+    def __array_function__(self, function, types, args, options):
+        inspect.signature(getattr(cupy, function.__name__)).bind(*args, **options)  # TypeError: CuPy takes others
+        return super().__array_function__(function, types, args, options)
+
+    def _evaluate(self, name, function, args, options):
+        if getattr(function, "__objclass__", None) is np.ndarray:  # a method
+            method = getattr(cupy.ndarray, function.__name__)
+            if takes := re.search(rf"{function.__name__}\((.*?)\)", method.__doc__ or ""):
+                known = [parameter.split("=")[0].strip() for parameter in takes.group(1).split(",")]
+                assert {*options} <= {*known}, f"CuPy's {name} takes {known}"
+        return super()._evaluate(name, function, args, options)
+
+
+class Pooled:
+    """A block of CuPy's pool: no call of CUDA gives it back."""
+
+    def __init__(self, runtime, ptr):
+        self.runtime, self.ptr = runtime, ptr
+
+    def __del__(self):
+        self.runtime._forget(self.ptr, DEVICE)
 
 
 def as_cupy(made, x):
@@ -460,7 +529,7 @@ def as_cupy(made, x):
     ptr = runtime.malloc(max(x.nbytes, 1))
     ctypes.memmove(ptr, np.ascontiguousarray(x).ctypes.data, x.nbytes)
     owner = cupy.cuda.UnownedMemory(ptr, x.nbytes, Owner(runtime, ptr), made.number)
-    return cupy.ndarray(x.shape, x.dtype, cupy.cuda.MemoryPointer(owner, 0))
+    return FakeArray.on(runtime, x.shape, x.dtype, cupy.cuda.MemoryPointer(owner, 0))
 
 
 class Owner:
@@ -480,11 +549,13 @@ def of_cupy(x):
 
 def view_of_cupy(x):
     """An array of CuPy as one of NumPy, on the same memory."""
+    is_named = x.dtype.kind in "biufc"  # NumPy has this dtype
     interface = {
         "version": 3,
         "data": (x.data.ptr, False),
-        "typestr": x.dtype.str,
+        "typestr": x.dtype.str if is_named else f"<u{x.dtype.itemsize}",
         "shape": x.shape,
         "strides": x.strides,
     }
-    return np.asarray(_At(interface))
+    array = np.asarray(_At(interface))
+    return array if is_named else array.view(x.dtype)

@@ -85,7 +85,11 @@ def empty(shape: Any, dtype: Any, like: Array) -> Array:
 
 def filled(shape: Any, dtype: Any, value: Any, like: Array) -> Array:
     """np.full(shape, value, dtype), where `like` is."""
-    return np.full(shape, value, dtype, like=None if isinstance(like, np.ndarray) else like)
+    if isinstance(like, np.ndarray):
+        return np.full(shape, value, dtype) if value else np.zeros(shape, dtype)
+    made = empty(shape, dtype, like)  # np.full(like=) passes on an argument that CuPy does not take
+    made.fill(value)
+    return made
 
 
 def constant(values: np.ndarray[Any, Any], like: Array) -> Array:

@@ -160,6 +160,9 @@ class Computing(NDArrayOperatorsMixin):
         source = self if self._at.flags.c_contiguous or not self._at.size else self.copy()
         return self._on(source._at.reshape(*shape)) if source is self else source.reshape(*shape)
 
+    def view(self, dtype: Any) -> Any:
+        return self._on(self._at.view(dtype))
+
     def copy(self) -> Any:
         return self._evaluate("copy", np.array, (self,), {})
 
