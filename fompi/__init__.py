@@ -138,6 +138,7 @@ DOORS.bind, DOORS.prepare = BoundCall, _prepare
 DOORS.differentiable = _late("fompi.torch.autograd", "differentiable")
 DOORS.strategy_of_torch = _late("fompi.torch.strategies", "differentiable")
 DOORS.modes_of_torch = _late("fompi.torch.strategies", "modes")
+DOORS.attention_of_torch = _late("fompi.torch.attention", "attention_of_torch")
 DOORS.strategy_of_jax = _late("fompi.jax.strategies", "differentiable")
 DOORS.products = _late("fompi.torch.products", "bound")
 DOORS.comm = lambda: import_module("fompi.ops.intracomm").Comm

@@ -103,7 +103,7 @@ def counting(stop: int, like: Array, dtype: Any = np.int64) -> Array:
     return np.arange(stop, dtype=dtype, like=None if isinstance(like, np.ndarray) else like)
 
 
-class _Here:
+class _AtHand:
     """Numbers that the host has already: what a device would fetch."""
 
     def __init__(self, values: np.ndarray[Any, Any]):
@@ -119,7 +119,7 @@ class _Here:
 def fetch(a: Array) -> Any:
     """A copy of `a` on its way to the host, behind what computes it: `done()`, then `get()`."""
     device = place(a)
-    return _Here(a) if device is None else device.fetch(a)
+    return _AtHand(a) if device is None else device.fetch(a)
 
 
 def upload(values: np.ndarray[Any, Any], like: Array) -> Array:

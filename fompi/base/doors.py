@@ -47,6 +47,9 @@ class Doors:
     modes_of_torch: Callable[[], Callable[[], Any]] = closed
     """() -> what makes a context with the modes of torch that this thread has. `parallel` -> `torch`."""
 
+    attention_of_torch: Callable[..., Any] = closed
+    """(dtype, is it on a device, are values as wide as keys) -> a kernel of attention=. `parallel` -> `torch`."""
+
     strategy_of_jax: Callable[..., Any] = closed
     """(strategy, its tensors by name) -> the result on tracers of JAX. `parallel` -> `jax`."""
 

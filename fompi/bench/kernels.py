@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fompi.backends.emulated import Emulated
-from fompi.backends.numbers import product
+from fompi.backends.numbers import product, wide_product, widen
 from fompi.parallel.activations import activate, activate_backward
 from fompi.parallel.arrays import add
 from fompi.parallel.attention import Rule, attend, attend_backward, merge
@@ -49,6 +49,10 @@ def _product(a: Array, b: Array) -> KernelWork:
     return KernelWork(2.0 * rows * a.shape[-1] * b.shape[-1], nbytes, [((*a.shape[:-1], b.shape[-1]), a.dtype)])
 
 
+def _wide_product(a: Array, b: Array, dtype: str) -> KernelWork:
+    return _product(widen(a, dtype), widen(b, dtype))
+
+
 def _activate(z: Array, activation: str) -> KernelWork:
     features = z.shape[-1] // 2 if activation == "swiglu" else z.shape[-1]
     return KernelWork(0, 2 * z.nbytes, [((*z.shape[:-1], features), z.dtype)])
@@ -82,6 +86,7 @@ def _grouped_gradient(rows: Array, counts: Sequence[int], d: Array, into: Array)
 
 WORK: dict[Callable[..., Any], Callable[..., KernelWork]] = {
     product: _product,
+    wide_product: _wide_product,
     add: lambda into, other: KernelWork(0, 2 * into.nbytes + other.nbytes),
     activate: _activate,
     activate_backward: lambda z, dy, _: KernelWork(0, 2 * z.nbytes + dy.nbytes, [(z.shape, z.dtype)]),

@@ -25,6 +25,7 @@ from fompi.ops.operations import all_reduce
 from fompi.ops.pending import Pending
 from fompi.parallel import section
 from fompi.parallel.turns import give_way, in_turn, is_in_turns
+from fompi.runtime.default_device import default_device, upload
 from fompi.tensors import dlpack
 from fompi.tensors.device_array import DeviceArray
 from fompi.tensors.dlpack import Lent, Tensor
@@ -90,8 +91,8 @@ def borrow(x: Any, name: str, like: Tensor | None = None, ndim: int | None = Non
 
 
 def borrow_any(x: Any, name: str) -> Tensor:
-    """The tensor `x` of any dtype, with an array that NumPy's functions take."""
-    tensor = dlpack.borrow(x, name)
+    """The tensor `x` of any dtype, with an array that NumPy's functions take; one of FOMPI_DEVICE, if it names one."""
+    tensor = dlpack.borrow(x, name) if default_device() is None else upload(x, name)
     if (device := tensor.device) is not None:
         device.meet()
         tensor.array = for_numpy(tensor.array)
@@ -216,7 +217,7 @@ def arrived_from(pending: Pending, rank: int) -> Array:
     return rows
 
 
-def tensor_of(array: Array, dtype: str) -> Any:
+def tensor_of(array: Any, dtype: str) -> Any:
     """An array that holds `dtype`, as a tensor for operations. `array_of` undoes it."""
     return dlpack.lend(stored(array), dtype, "dlpack" if place(array) is None else "device")
 

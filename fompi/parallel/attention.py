@@ -78,16 +78,20 @@ class Rule:
             return np.zeros(len(at), np.intp)
         return np.searchsorted(np.asarray(self.cu_seqlens), at, side="right")
 
+    def mask(self, q_at: Array, k_at: Array) -> Array:
+        """Which of these queries sees which of these keys."""
+        mask: Array = self.documents(q_at)[:, None] == self.documents(k_at)[None]
+        if self.causal:
+            mask &= q_at[:, None] >= k_at[None]
+        return mask
+
     def tiles(self, q_at: Array, k_at: Array) -> Iterator[tuple[slice, list[tuple[slice, Array | None]]]]:
         """Runs of queries, each with the runs of keys that it sees. With a mask if it does not see all of them."""
-        q_documents, k_documents = self.documents(q_at), self.documents(k_at)
         k_runs = list(runs_of(k_at, KEYS))
         for queries in runs_of(q_at, QUERIES):
             seen = []
             for keys in k_runs:
-                mask = q_documents[queries, None] == k_documents[None, keys]
-                if self.causal:
-                    mask &= q_at[queries, None] >= k_at[None, keys]
+                mask = self.mask(q_at[queries], k_at[keys])
                 if mask.any():
                     seen.append((keys, None if mask.all() else mask))
             yield queries, seen

@@ -133,7 +133,7 @@ class Bucket:
         self, params: dict[str, Tensor], comm: Communicator, zero: int, microbatches: int = 1, wire: str | None = None
     ):
         self.names, self.shapes = [*params], {name: t.array.shape for name, t in params.items()}
-        self.likes = {name: replace(t, array=None, owner=None) for name, t in params.items()}
+        self.likes = {name: without_memory(t) for name, t in params.items()}
         self.dtype = next(iter(params.values())).dtype
         self.wide = accumulator(self.dtype)  # the dtype of gradients and of what the optimizer updates
         edges = offsets(t.array.size for t in params.values())
@@ -196,6 +196,12 @@ class Bucket:
         first = self.spans[name][0]
         a, b = (min(max(i, self.edges[rank]), self.edges[rank + 1]) - first for i in self.spans[name])
         return slice(a, b)
+
+
+def without_memory(tensor: Tensor) -> Tensor:
+    """What `lent` must know of a tensor."""
+    host = None if tensor.host is None else np.empty(0)
+    return replace(tensor, array=None, owner=None, host=host)
 
 
 def detached(x: Any) -> Any:

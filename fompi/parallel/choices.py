@@ -51,7 +51,7 @@ def choose(logits: Array, k: int, normalize: bool, capacity: int | None, policy:
             order = np.argsort(-shares.reshape(-1), kind="stable")
         order = order[np.argsort(flat[order], kind="stable")]  # expert by expert
         sorted_by_expert = flat[order]
-        first = np.searchsorted(sorted_by_expert, counting(experts, logits))
+        first: Any = np.searchsorted(sorted_by_expert, counting(experts, logits))
         within = np.empty_like(order)
         within[order] = counting(rows * k, logits) - first[sorted_by_expert]
         kept = (within < capacity).reshape(rows, k)

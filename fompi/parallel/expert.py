@@ -252,7 +252,7 @@ def _moe(
         in_turns([shared_expert])
     for part in layer.parts:
         part.announce()
-    counting = start_count(choice, sum(part.exchange.chosen for part in layer.parts), group)
+    counting = start_count(choice, np.sum([part.exchange.chosen for part in layer.parts], 0), group)
     in_turns([*(part.forward(y) for part in layer.parts), shared_expert])
     layer.tokens_per_expert, layer.dropped = counted(counting)
     return give(y, tx), layer

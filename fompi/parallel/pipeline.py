@@ -74,9 +74,9 @@ class Pipeline:
     (`order`): what a strategy of one of them has sent travels while the other computes (`fompi.interleave`). So a layer
     of experts hides its messages across micro-batches. An order of your own says where: "(0F1;1B0)OVERLAP_F_B".
 
-    With a `device` (`fompi.Device`) tensors are in its memory. Stages and loss enqueue in the caller's current stream and
-    nothing waits for it; activations go from device to device. The `framework` "numpy" then means arrays of CuPy, or of
-    the software device; "torch" and "jax" are tensors of these on the device.
+    With a `device` (`fompi.Device`) tensors are in its memory. Stages and loss enqueue in the caller's current stream,
+    and nothing waits for them. Activations go from device to device. The `framework` "numpy" then means arrays of CuPy,
+    or of the software device; "torch" and "jax" mean tensors of these on the device.
 
     `wire` is the form in which messages carry activations and their gradients (`fompi.base.wires`). They are rounded
     once each. A stage gets tensors of `dtype` all the same.

@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.numbers import narrow, widen
+from fompi.backends.numbers import filled, narrow
 from fompi.base.layout import accumulator
 from fompi.engine.communicator import Communicator
 from fompi.parallel.arrays import Array, arrived, transfer
-from fompi.parallel.attention import Rule, attend, attend_backward, merge
+from fompi.parallel.attention import merge
 from fompi.parallel.heads import parts_of
+from fompi.parallel.local import LocalAttention
 
 
 @dataclass
@@ -39,10 +40,13 @@ class RingStep:
 class AttentionRing:
     """The ranks round which keys and values of `dtype` go, with messages of the wire."""
 
-    rule: Rule
-    dtype: str
+    local: LocalAttention
     comm: Communicator
     wire: str | None = None
+
+    @property
+    def dtype(self) -> str:
+        return self.local.dtype
 
     def _shift(self, dtype: str, *arrays: Array) -> list[Any]:
         """The arrays travel to the next rank, each in a message, and those of the rank before come."""
@@ -60,16 +64,15 @@ class AttentionRing:
 
     def run(self, q: Array, k: Array, v: Array, at: list[Array], reads: list[int]) -> tuple[Array, RingStep]:
         """(o, what the backward keeps): the results over the blocks of all ranks, merged in the dtype of sums."""
-        dtype, here = self.dtype, at[self.comm.rank]
-        mine, o, lse = widen(q, dtype), None, None
+        here, o, lse = at[self.comm.rank], None, None
         for source, key, value in self._circle(k, v):
-            part = attend(mine, widen(key, dtype), widen(value, dtype), reads, here, at[source], self.rule)
+            part = self.local.attend(q, key, value, reads, here, at[source])
             if o is None or lse is None:
                 o, lse = part
             else:
                 merge(o, lse, *part)
         assert o is not None and lse is not None
-        o = narrow(o, dtype)
+        o = narrow(o, self.dtype)
         return o, RingStep(q, k, v, o, lse, at, reads)
 
     def backward(self, step: RingStep, do: Array) -> tuple[Array, Array, Array]:
@@ -78,19 +81,18 @@ class AttentionRing:
         At the last step they travel home, behind nothing but each other: if they are long, slice by slice of the heads.
         """
         dtype, at, size = self.dtype, step.at, self.comm.size
-        q, o, do = (widen(a, dtype) for a in (step.q, step.o, do))
-        dq, here, heads = np.zeros_like(q), at[self.comm.rank], step.k.shape[1]
-        parts = parts_of(heads, max(map(len, at)) * step.k.shape[2] * q.itemsize * heads)
+        q, o, here, heads = step.q, step.o, at[self.comm.rank], step.k.shape[1]
+        dq = filled(q.shape, accumulator(dtype), 0, q)
+        parts = parts_of(heads, max(map(len, at)) * step.k.shape[2] * dq.itemsize * heads)
         travelling: list[list[Any]] = []  # of each part: the sums of the keys and of the values
         for number, (source, key, value) in enumerate(self._circle(step.k, step.v)):
-            k, v = widen(key, dtype), widen(value, dtype)
             came, travelling = travelling, []
             sums: list[Array] = []
             for kv in parts if number == size - 1 else [slice(0, heads)]:
                 mine = slice(bisect_left(step.reads, kv.start), bisect_left(step.reads, kv.stop))
                 reads = [read - kv.start for read in step.reads[mine]]
-                of = q[:, mine], k[:, kv], v[:, kv], o[:, mine], step.lse[:, mine], do[:, mine]
-                more, *grown = attend_backward(*of, reads, here, at[source], self.rule)
+                qkv, results = (q[:, mine], key[:, kv], value[:, kv]), (o[:, mine], step.lse[:, mine], do[:, mine])
+                more, *grown = self.local.backward(qkv, results, reads, here, at[source])
                 dq[:, mine] += more
                 sums = sums or [arrived(each) for of_part in came for each in of_part]
                 for part, whole in zip(grown, sums, strict=False):

@@ -38,6 +38,7 @@ from fompi.parallel.arrays import (
 from fompi.parallel.attention import Rule, check_heads
 from fompi.parallel.differentiable import Differentiable, Gradients
 from fompi.parallel.heads import Deal, Returns, ToHeads, query_heads, return_all
+from fompi.parallel.local import LocalAttention, check_kernel
 from fompi.parallel.ring import AttentionRing
 from fompi.parallel.section import has_ended
 from fompi.parallel.sharding import LAYOUTS, Sharding, check_ranks, check_sharding, check_tokens, in_few_words
@@ -54,7 +55,7 @@ class Saved:
     """What the backward needs: the tensors, and what each step keeps, in the dtype of q."""
 
     tensors: tuple[Tensor, Tensor, Tensor]
-    rule: Rule
+    local: LocalAttention
     shape: tuple[int, ...]
     comms: tuple[Communicator, ...]
     wire: str | None = None
@@ -70,24 +71,33 @@ class Saved:
 
 
 def _check(
-    q: Any, k: Any, v: Any, sharding: Any, rank: int, causal: bool, scale: float | None, wire: str | None
+    tensors: Sequence[Any],
+    sharding: Any,
+    rank: int,
+    causal: bool,
+    scale: float | None,
+    wire: str | None,
+    attention: Any,
 ) -> tuple[str, int, Saved]:
     """The tensors of this rank, checked, and a text that must be the same on all ranks."""
+    q, k, v = tensors
     tq = borrow(q, "q", None, 3)
-    tensors = tq, borrow(k, "k", tq, 3), borrow(v, "v", tq, 3)
-    for name, tensor in zip("qkv", tensors, strict=True):
+    borrowed = tq, borrow(k, "k", tq, 3), borrow(v, "v", tq, 3)
+    for name, tensor in zip("qkv", borrowed, strict=True):
         check_tokens(name, tensor, sharding, rank)
-    (_, heads, d), (_, kv_heads, dk), (_, v_heads, e) = (tensor.array.shape for tensor in tensors)
+    check_kernel(attention)
+    (_, heads, d), (_, kv_heads, dk), (_, v_heads, e) = (tensor.array.shape for tensor in borrowed)
     check_heads(heads, kv_heads)
     if (kv_heads, d) != (v_heads, dk):
         raise ShapeError(
-            f"q, k, v {[tensor.array.shape for tensor in tensors]}: they must be (tokens, heads, d), "
+            f"q, k, v {[tensor.array.shape for tensor in borrowed]}: they must be (tokens, heads, d), "
             "(tokens, key/value heads, d), (tokens, key/value heads, e)"
         )
     text = f"{in_few_words(sharding)}, {tq.dtype}, {heads} and {kv_heads} heads, d={d}, e={e}, {causal=}, {scale=}"
     wire_of(wire, tq.dtype)
     text += in_words(wire)
-    saved = Saved(tensors, Rule(bool(causal), scale, sharding.cu_seqlens), (len(tq.array), heads, e), (), wire)
+    local = LocalAttention(Rule(bool(causal), scale, sharding.cu_seqlens), tq.dtype, tq, attention)
+    saved = Saved(borrowed, local, (len(tq.array), heads, e), (), wire)
     return text, 0, saved
 
 
@@ -134,6 +144,7 @@ def _ring(
     causal: bool = False,
     scale: float | None = None,
     wire: str | None = None,
+    attention: Any = None,
 ) -> tuple[Any, Saved]:
     """o = softmax(scale * q @ all keys.T) @ all values
 
@@ -141,6 +152,9 @@ def _ring(
     heads, e). o: (tokens of this rank, heads, e). `sharding` says which tokens those are, for as many ranks as `comm`
     has. With `causal` a token sees the tokens up to itself. Packed documents of the sharding do not see each other.
     `scale` is d ** -0.5 by default.
+
+    `attention`: the kernel of a rank, (q, k, v, mask) -> (o, lse) (`fompi.parallel.local`). By default it is that of
+    torch for tensors of torch, else NumPy's functions.
 
     Keys and values go round the ranks; results are merged in float32, or float64 for such tensors. `wire` is the form
     in which messages carry elements, forward and backward (`fompi.base.wires`): keys and values are rounded alike at
@@ -150,20 +164,20 @@ def _ring(
 
     def check(comm: Communicator) -> tuple[str, int, Saved]:
         check_ranks(sharding, comm.size)
-        return _check(q, k, v, sharding, comm.rank, causal, scale, wire)
+        return _check((q, k, v), sharding, comm.rank, causal, scale, wire, attention)
 
     group, saved, _ = enter("ring_attention", comm, check)
     saved.comms = (group,)
     q, k, v = (tensor.array for tensor in saved.tensors)
     at = [sharding.indices(rank) for rank in range(group.size)]
     reads = _reads(q.shape[1], k.shape[1])
-    o, saved.steps = AttentionRing(saved.rule, saved.dtype, group, wire).run(q, k, v, at, reads)
+    o, saved.steps = AttentionRing(saved.local, group, wire).run(q, k, v, at, reads)
     return lent(o.copy(), saved.like), saved  # the backward needs o as it is
 
 
 def _ring_backward(saved: Saved, do: Any) -> Gradients:
     array = _enter_backward("ring_attention", saved, do)
-    ring = AttentionRing(saved.rule, saved.dtype, saved.comms[0], saved.wire)
+    ring = AttentionRing(saved.local, saved.comms[0], saved.wire)
     return _give(ring.backward(saved.steps, array), saved)
 
 
@@ -180,6 +194,7 @@ def _ulysses(
     causal: bool = False,
     scale: float | None = None,
     wire: str | None = None,
+    attention: Any = None,
 ) -> tuple[Any, Saved]:
     """o = softmax(scale * q @ all keys.T) @ all values
 
@@ -187,6 +202,8 @@ def _ulysses(
     heads, e). o: (tokens of this rank, heads, e). `sharding` says which tokens those are, for as many ranks as `comm`
     has. With `causal` a token sees the tokens up to itself. Packed documents of the sharding do not see each other.
     `scale` is d ** -0.5 by default.
+
+    `attention`: the kernel of a rank, as in `ring_attention`.
 
     An all-to-all gives each rank all tokens of some heads, as even as possible. The attention begins with the tokens
     that are there. The results of a rank's queries leave as soon as they have seen all keys, those of this rank last.
@@ -198,7 +215,7 @@ def _ulysses(
 
     def check(comm: Communicator) -> tuple[str, int, Saved]:
         check_ranks(sharding, comm.size)
-        return _check(q, k, v, sharding, comm.rank, causal, scale, wire)
+        return _check((q, k, v), sharding, comm.rank, causal, scale, wire, attention)
 
     group, saved, _ = enter("ulysses_attention", comm, check)
     saved.comms = (group,)
@@ -207,7 +224,7 @@ def _ulysses(
     deal = Deal(heads, kv_heads, group, wire)
     nbytes = max(sharding.rows) * (d + (d + e) * kv_heads // heads) * arrays[0].itemsize
     tokens, result = Tokens.of(sharding, group.rank), zeros(group, saved.shape, accumulator(saved.dtype), arrays[0])
-    saved.steps = [UlyssesSlice(part, tokens, saved.rule, saved.dtype) for part in deal.slices(nbytes)]
+    saved.steps = [UlyssesSlice(part, tokens, saved.local) for part in deal.slices(nbytes)]
     for returns in one_after_another(
         saved.steps, lambda part: part.fetch(*arrays), lambda part, arriving, then: part.forward(arriving, result, then)
     ):
@@ -244,11 +261,13 @@ def _usp(
     causal: bool = False,
     scale: float | None = None,
     wire: str | None = None,
+    attention: Any = None,
 ) -> tuple[Any, Saved]:
     """o = softmax(scale * q @ all keys.T) @ all values
 
-    The tensors are those of `ring_attention`. `ring` and `ulysses` are the axes of a mesh: Mesh(ring=..., ulysses=...).
-    The ranks of one place in the ring exchange tokens for heads, and each head goes round the ring. `wire` is as there.
+    The tensors and `attention` are those of `ring_attention`. `ring` and `ulysses` are the axes of a mesh:
+    Mesh(ring=..., ulysses=...). The ranks of one place in the ring exchange tokens for heads, and each head goes round
+    the ring. `wire` is as there.
     Raises LayoutError, ShapeError or DtypeError on all ranks, or MismatchError if only other ranks refuse.
     """
     refusal: Exception | None = None
@@ -265,7 +284,8 @@ def _usp(
                 f"the sharding has ring={sharding.ring} and ulysses={sharding.ulysses}, but the axes of the mesh have "
                 f"{around.size} and {across.size} ranks"
             )
-        return _check(q, k, v, sharding, around.rank * across.size + across.rank, causal, scale, wire)
+        rank = around.rank * across.size + across.rank
+        return _check((q, k, v), sharding, rank, causal, scale, wire, attention)
 
     for name, axis in (("ulysses", ulysses), ("ring", ring)):
         try:  # a refusal of one rank reaches the ranks of its row, and by them all others
@@ -287,7 +307,7 @@ def _usp(
     full_q, full_k, full_v = (np.concatenate(of_all) for of_all in zip(*parts, strict=True))
     to_heads.pending.wait()
     at = [sharding.ring_indices(rank) for rank in range(around.size)]
-    o, step = AttentionRing(saved.rule, dtype, around, wire).run(full_q, full_k, full_v, at, deal.reads)
+    o, step = AttentionRing(saved.local, around, wire).run(full_q, full_k, full_v, at, deal.reads)
     result = zeros(across, saved.shape, accumulator(dtype), o)
     return_all(widen(o, dtype), Returns(rows, queries, result, dtype, across, wire))
     saved.steps = step, deal, rows
@@ -300,7 +320,7 @@ def _usp_backward(saved: Saved, do: Any) -> Gradients:
     wide = accumulator(dtype)
     queries, keys = deal.queries, deal.keys
     do = arrived(query_heads(array, deal, dtype))
-    full_dq, dk, dv = AttentionRing(saved.rule, dtype, around, saved.wire).backward(step, do)
+    full_dq, dk, dv = AttentionRing(saved.local, around, saved.wire).backward(step, do)
     dq = zeros(across, tq.array.shape, wide, full_dq)
     dkv = zeros(across, (*tk.array.shape[:2], tk.array.shape[2] + tv.array.shape[2]), wide, dk)
     return_all(full_dq, Returns(rows, queries, dq, dtype, across, saved.wire))

@@ -47,9 +47,10 @@ from fompi.parallel.arrays import (
     transfer,
     zeros,
 )
-from fompi.parallel.attention import Rule, attend, attend_backward, check_documents, check_heads
+from fompi.parallel.attention import Rule, check_documents, check_heads
 from fompi.parallel.differentiable import Differentiable, Gradients
 from fompi.parallel.linear import column_parallel_linear, row_parallel_linear
+from fompi.parallel.local import LocalAttention, check_kernel
 from fompi.parallel.norm import all_reduce_rmsnorm
 from fompi.parallel.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
 from fompi.tensors.dlpack import Tensor
@@ -84,7 +85,7 @@ class Heads:
     kv_heads: int
     head_dim: int
     batch: int
-    rule: Rule
+    local: LocalAttention
     reads: list[int]
     q: Array
     k: Array
@@ -118,6 +119,7 @@ def _attention(
     cu_seqlens: Any = None,
     query_split: bool = True,
     wire: str | None = None,
+    attention: Any = None,
 ) -> tuple[Any, Heads]:
     """q, k, v = all_gather(x) @ wq, wk, wv; y = reduce_scatter(softmax(scale * q @ k.T) @ v @ wo)
 
@@ -128,8 +130,9 @@ def _attention(
     `scale` is d ** -0.5 by default. `cu_seqlens`: where packed sequences begin, and the end. With `query_split` scores,
     softmax, values and output projection are computed for the queries of one rank after the other, those of this rank
     last. A result leaves for its rank while the next one is computed (CommFuse, arXiv 2604.24013). The gradients of a
-    key/value head that several ranks hold are summed over them. `wire` is the form in which messages carry elements,
-    forward and backward (`fompi.base.wires`); the sums over those who hold a head travel as they are.
+    key/value head that several ranks hold are summed over them. `attention`: the kernel of a rank, (q, k, v, mask) ->
+    (o, lse) (`fompi.parallel.local`); dimensions of a batch are heads there. `wire` is the form in which messages carry
+    elements, forward and backward (`fompi.base.wires`); the sums over those who hold a head travel as they are.
     Raises LayoutError, ShapeError or DtypeError on all ranks, or MismatchError if only other ranks refuse.
     """
 
@@ -149,6 +152,7 @@ def _attention(
                     f"heads and {len(keys)} of {kv_heads} key/value heads: with heads of {d} numbers it must be {shape}"
                 )
         wire_of(wire, tx.dtype)
+        check_kernel(attention)
         rule = Rule(causal, scale, check_documents(cu_seqlens, None))
         text = f"{tx.dtype}, x (rows, {tx.array.shape[1:]}), n={out}, {heads=}, {kv_heads=}, {causal=}, {scale=}, "
         text += f"{query_split=}, cu_seqlens={rule.cu_seqlens}" + in_words(wire)
@@ -168,13 +172,13 @@ def _attention(
     q, k, v = (a.reshape(total, batch * len(have), d) for a, have in zip(projected, (mine, keys, keys), strict=True))
     reads = [b * len(keys) + h // (heads // kv_heads) - keys.start for b in range(batch) for h in mine]
     at = np.arange(total)
-    wide_k, wide_v = widen(k, dtype), widen(v, dtype)
+    local = LocalAttention(rule, dtype, tx, attention)
     o, lse = np.empty_like(q), memory(group, q.shape[:2], accumulator(dtype), q)
 
     def attend_to(begin: int, end: int) -> Array:
         """The results of the heads of this rank for these queries: (queries, ..., heads of this rank * d)."""
         rows = slice(begin, end)
-        part, lse[rows] = attend(widen(q[rows], dtype), wide_k, wide_v, reads, at[rows], at, rule)
+        part, lse[rows] = local.attend(q[rows], k, v, reads, at[rows], at)
         o[rows] = narrow(part, dtype)
         return o[rows].reshape(end - begin, *between, len(mine) * d)
 
@@ -197,7 +201,7 @@ def _attention(
         y = call(matmul_reduce_scatter, attend_to(0, total), arrays[3], **how)
     saved = Heads(
         x=tx, weights=weights, comm=group, counts=counts, heads=heads, kv_heads=kv_heads, head_dim=d, batch=batch,
-        rule=rule, reads=reads, q=q, k=k, v=v, o=o, lse=lse, shape=y.shape, wire=wire,
+        local=local, reads=reads, q=q, k=k, v=v, o=o, lse=lse, shape=y.shape, wire=wire,
     )  # fmt: skip
     return lent(y, tx), saved
 
@@ -205,11 +209,9 @@ def _attention(
 def _attention_inner(saved: Heads, do: Array) -> Array:
     """The gradient of the projections, one beside the other, where `do` is that of the heads' results."""
     dtype, total = saved.dtype, len(saved.q)
-    q, k, v, o = (widen(a, dtype) for a in (saved.q, saved.k, saved.v, saved.o))
-    at = np.arange(total)
-    gradients = attend_backward(
-        q, k, v, o, saved.lse, widen(do.reshape(o.shape), dtype), saved.reads, at, at, saved.rule
-    )
+    q, k, v, o, at = saved.q, saved.k, saved.v, saved.o, np.arange(total)
+    results = o, saved.lse, do.reshape(o.shape)
+    gradients = saved.local.backward((q, k, v), results, saved.reads, at, at)
     between = saved.x.array.shape[1:-1]
     widths = [w.array.shape[1] for w in saved.weights[:3]]
     flat = [g.reshape(total, *between, width) for g, width in zip(gradients, widths, strict=True)]

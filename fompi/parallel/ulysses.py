@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.numbers import narrow, widen
+from fompi.backends.numbers import narrow
 from fompi.base.layout import accumulator, offsets
 from fompi.ops.pending import Pending
 from fompi.parallel.arrays import Array, arrived_from, memory, zeros
-from fompi.parallel.attention import Rule, attend, attend_backward, merge
+from fompi.parallel.attention import merge
 from fompi.parallel.heads import Deal, Returns, ToHeads, query_heads
+from fompi.parallel.local import LocalAttention
 from fompi.parallel.sharding import Sharding
 
 
@@ -42,8 +43,8 @@ class Tokens:
 class UlyssesSlice:
     """The attention of all tokens in the heads of `deal`. It keeps what its backward needs, in the dtype of q."""
 
-    def __init__(self, deal: Deal, tokens: Tokens, rule: Rule, dtype: str):
-        self.deal, self.tokens, self.rule, self.dtype = deal, tokens, rule, dtype
+    def __init__(self, deal: Deal, tokens: Tokens, local: LocalAttention):
+        self.deal, self.tokens, self.local, self.dtype = deal, tokens, local, local.dtype
 
     # -- forward
     def fetch(self, q: Array, k: Array, v: Array) -> ToHeads:
@@ -69,8 +70,7 @@ class UlyssesSlice:
         returns = Returns(tokens.rows, queries, result, dtype, comm, deal.wire)
 
         def partial(of: slice, over: slice) -> tuple[Array, Array]:
-            q, k, v = (widen(a, dtype) for a in (self.q[of], self.k[over], self.v[over]))
-            return attend(q, k, v, deal.reads, at[of], at[over], self.rule)
+            return self.local.attend(self.q[of], self.k[over], self.v[over], deal.reads, at[of], at[over])
 
         def more(of: slice, over: slice) -> None:
             merge(o[of], lse[of], *partial(of, over))
@@ -105,19 +105,18 @@ class UlyssesSlice:
         """
         deal, tokens, dtype = self.deal, self.tokens, self.dtype
         comm, runs, at, wide = deal.comm, tokens.runs, tokens.at, accumulator(dtype)
-        q, k, v, o = (widen(a, dtype) for a in (self.q, self.k, self.v, self.o))
+        q, k, v, o = self.q, self.k, self.v, self.o
         given, width, own = memory(comm, o.shape, o.dtype, o), k.shape[2], deal.queries[comm.rank]
-        dq = zeros(comm, q.shape, q.dtype, q)
-        dkv = zeros(comm, (*k.shape[:2], width + v.shape[2]), q.dtype, q)
-        given[runs[0]] = widen(do[:, own.start : own.stop], dtype)
+        dq = zeros(comm, q.shape, wide, q)
+        dkv = zeros(comm, (*k.shape[:2], width + v.shape[2]), wide, q)
+        given[runs[0]] = do[:, own.start : own.stop]
         sent = wide if deal.shares else dtype  # what is summed later travels in the dtype of sums
         keys = Returns(tokens.rows, deal.keys, into[0], sent, comm, deal.wire)
         queries = Returns(tokens.rows, deal.queries, into[1], dtype, comm, deal.wire)
 
         def add(of: slice, over: slice) -> None:
-            gradients = attend_backward(q[of], k[over], v[over], o[of], self.lse[of], given[of],
-                deal.reads, at[of], at[over], self.rule,
-            )  # fmt: skip
+            results = o[of], self.lse[of], given[of]
+            gradients = self.local.backward((q[of], k[over], v[over]), results, deal.reads, at[of], at[over])
             for sum_so_far, gradient in zip(
                 (dq[of], dkv[over, :, :width], dkv[over, :, width:]), gradients, strict=True
             ):
@@ -126,7 +125,7 @@ class UlyssesSlice:
         here, others, last = runs[0], slice(runs[0].stop, len(q)), len(runs) - 1
         for number, (source, run) in enumerate(zip(tokens.sources, runs, strict=True)):
             if number:
-                given[run] = widen(arrived_from(arriving, source), dtype)
+                given[run] = arrived_from(arriving, source)
             then(number == last or arriving.done())
             if number < last:
                 add(run, others)

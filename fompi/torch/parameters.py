@@ -133,6 +133,9 @@ def _check(module: torch.nn.Module) -> None:
             raise ShapeError(f"{name!r} has no shape yet: run the module once before it is wrapped")
     if not any(p.requires_grad for p in module.parameters()):
         raise ShapeError("data parallelism needs at least one parameter that requires grad")
+    first = next(module.parameters()).device
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.device.type != "cpu":
-            raise TensorError(f"{name!r} is on {tensor.device}: data parallelism works on the host")
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise TensorError(f"{name!r} is on {tensor.device}: data parallelism works on the host and on GPUs")
+        if tensor.device != first:
+            raise TensorError(f"{name!r} is on {tensor.device}, but the first parameter is on {first}: move the module")

@@ -14,6 +14,7 @@ import torch
 
 from fompi.base.errors import ShapeError, TensorError
 from fompi.parallel import pipeline
+from fompi.tensors import dlpack
 
 
 class Pipeline(pipeline.Pipeline):
@@ -29,6 +30,8 @@ class Pipeline(pipeline.Pipeline):
     stage saves the products of the gradient of an input that does not require one: `input_gradients` has None for it.
     Under `torch.no_grad()` a step computes losses only, on all ranks. `forward` is for evaluations: no gradients, no
     loss.
+
+    Modules whose parameters are on a GPU make a pipeline of that device. A module without parameters needs `device=`.
 
     The other options are those of `fompi.parallel.pipeline.Pipeline`. The zero-bubble schedules need stages whose
     backward has two parts, so they raise PlanError. A module that does not return a tensor is a TensorError.
@@ -50,6 +53,9 @@ class Pipeline(pipeline.Pipeline):
             return value.detach(), Loss(value)
 
         self._has_gradients = True
+        parameter = next((p for module in modules for p in getattr(module, "parameters", list)()), None)
+        if parameter is not None:
+            options.setdefault("device", dlpack.device_of(parameter))
         made = [Stage(module, self) for module in modules]
         given = value_and_graph if callable(loss) else loss
         super().__init__(made, comm=comm, loss=given, framework="torch", **options)

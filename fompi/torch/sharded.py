@@ -138,13 +138,14 @@ def enter_module(
         empty = torch.empty(0, **factory)
         if (dtype := str(empty.dtype).removeprefix("torch.")) not in FLOATS:
             raise DtypeError(f"dtype={empty.dtype} must be one of {', '.join(FLOATS)}")
-        if empty.device.type not in ("cpu", "meta"):
-            raise TensorError(f"device={empty.device} must be the CPU: these modules compute on the host")
+        if empty.device.type not in ("cpu", "cuda", "meta"):
+            raise TensorError(f"device={empty.device} must be the CPU or a GPU of CUDA")
         wire_of(options.get("wire"), dtype)
         check()
         words = ", ".join(f"{key}={value!r}" for key, value in (sizes | options).items())
-        if empty.device.type == "cpu":
-            state = digest(torch.get_rng_state().numpy().tobytes().hex()) % (1 << 32)
+        if empty.device.type != "meta":
+            numbers = torch.get_rng_state() if empty.device.type == "cpu" else torch.cuda.get_rng_state(empty.device)
+            state = digest(numbers.numpy().tobytes().hex()) % (1 << 32)
             words += f", random state {state:08x} (call torch.manual_seed alike on all ranks)"
         return f"{words}, {dtype}", 0, None
 

@@ -163,7 +163,7 @@ def test_kernels_of_the_user_get_arrays_of_cupy(device, fakecuda):
     x, y = device.array(random(3, 4)), device.array(random(3, 4))
 
     def double(reads, writes):
-        assert type(reads[0]) is cupy.ndarray and reads[0].data.ptr == x[1:].ptr and writes[0].shape == (2, 4)
+        assert isinstance(reads[0], cupy.ndarray) and reads[0].data.ptr == x[1:].ptr and writes[0].shape == (2, 4)
         fakecuda.view(y)[1:] = 2 * fakecuda.view(x)[1:]
 
     device.call(double, "double", [x[1:]], [y[1:]])(device.stream("mine"))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fompi.backends.emulated import Emulated
-from fompi.backends.numbers import product
+from fompi.backends.numbers import product, wide_product
 from fompi.bench import kernels, pipelines, strategies
 from fompi.model.machine import Machine
 from fompi.parallel import linear
@@ -29,6 +29,8 @@ READS = [0, 0, 1, 1]
 CALLS = [
     (product, (a(2, 3, 4), a(4, 5))),
     (product, (a(3, 2).T, a(3, 5))),
+    (wide_product, (a(2, 3, 4), a(4, 5), "float32")),
+    (wide_product, (a(3, 4).astype("f2"), a(4, 5).astype("f2"), "float16")),
     (add, (a(3, 2), a(3, 2))),
     (activate, (a(3, 4), "gelu")),
     (activate, (a(3, 4), "swiglu")),
@@ -57,9 +59,9 @@ def test_a_kernel_takes_the_time_of_its_work():
     backend = Emulated(Machine("slow", 0.0, 1.0, 1e3, 1e15, 0.0))
     begun = perf_counter()
     with kernels.emulated(backend):
-        assert linear.product is not product
-        linear.product(a(2, 5), a(5, 3))  # 60 operations
-    assert linear.product is product
+        assert linear.wide_product is not wide_product
+        linear.wide_product(a(2, 5), a(5, 3), "float32")  # 60 operations
+    assert linear.wide_product is wide_product
     assert perf_counter() - begun >= 0.06 and backend.busy == pytest.approx(0.06)
 
 

@@ -43,6 +43,8 @@ class Computing(NDArrayOperatorsMixin):
     """
 
     _at: Array
+    shape: Any
+    dtype: Any
     _on: Callable[[Array], Any]
     _new: Callable[[tuple[int, ...], Any], Any]
     _run: Callable[..., None]
@@ -142,7 +144,7 @@ class Computing(NDArrayOperatorsMixin):
     def __bool__(self) -> bool:
         raise TypeError("the host cannot read an element of a device: call get() for a copy")
 
-    __int__ = __float__ = __index__ = __complex__ = item = tolist = __bool__  # type: ignore[assignment]
+    __int__ = __float__ = __index__ = __complex__ = item = tolist = __bool__
 
     # -- forms
     @property
@@ -172,7 +174,7 @@ class Computing(NDArrayOperatorsMixin):
         return self._evaluate("cast", np.ndarray.astype, (self, dtype), {})
 
     def fill(self, value: Any) -> None:
-        np.copyto(self, value)
+        self._write("fill", np.copyto, (self, value), {})
 
 
 def _method(name: str) -> Any:

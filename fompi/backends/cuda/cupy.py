@@ -402,7 +402,7 @@ class CudaDevice(Staging):
         stream = self._callers.get(ptr)
         if stream is None:
             stream = self._callers[ptr] = CallersStream(ptr)
-        enqueue(stream)  # type: ignore[arg-type]
+        enqueue(stream)
 
     def _busy_streams(self) -> list[Stream]:
         self.begin()
@@ -639,7 +639,7 @@ class _ForMessages(DeviceArray):
 
     __slots__ = ()
 
-    def __getitem__(self, key: Any) -> DeviceArray:
+    def __getitem__(self, key: Any) -> _ForMessages:
         return _ForMessages(self.memory, self._at[key])  # a large message goes in parts
 
     @property

@@ -157,6 +157,14 @@ class Device(Protocol):
         """The caller's current streams of all libraries wait for each other."""
         ...
 
+    def mark(self) -> Any:
+        """A new event in the caller's current stream."""
+        ...
+
+    def for_caller(self, enqueue: Enqueue, *arrays: DeviceArray) -> None:
+        """Give a kernel on these arrays to the caller's current stream."""
+        ...
+
     def cast(self, x: Any, dtype: str, to: str) -> Any:
         """x, which holds `dtype`, rounded to the dtype `to`."""
         ...

@@ -140,7 +140,7 @@ def seen(array: AnyArray) -> Array:
     return shadow if shadow.dtype == array.dtype else shadow.view(array.dtype)  # dtypes of ml_dtypes
 
 
-class SoftwareArray(Computing, DeviceArray):
+class SoftwareArray(Computing, DeviceArray):  # type: ignore[misc]
     """An array of the software device. NumPy's functions compute with it, in the caller's current stream.
 
     What they return, and what the program drops, is used again in the order of that stream, as in CuPy's pool.
