@@ -9,6 +9,7 @@ Every call has the same arguments each time, so its arrays on a device must have
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import contextmanager
 
 import ml_dtypes
 import numpy as np
@@ -67,25 +68,40 @@ def in_parts(comm, up, down):
     return flat([route.tokens_per_expert, mapped(down, [y, *gradients])])
 
 
-def trained(comm, up, down, *, zero, optimizer, dtype="float32", clip=0.5, steps=3, **options):
-    """Some steps of data parallelism: the parameters before each, the norms, the state."""
-    shapes = {"a": (3, 4), "b": (5,), "c": (4, 4), "d": (2, 3)}
-    params = {name: up(drawn(*shape, seed=i, dtype=dtype)) for i, (name, shape) in enumerate(shapes.items())}
-    found = []
+SHAPES = {"a": (3, 4), "b": (5,), "c": (4, 4), "d": (2, 3)}
+
+
+@contextmanager
+def data_parallel(comm, up, *, zero, optimizer=None, dtype="float32", clip=0.5, **options):
+    """(the DataParallel, a function that makes step number k, with the norm). It reads all parameters before."""
+    params = {name: up(drawn(*shape, seed=i, dtype=dtype)) for i, (name, shape) in enumerate(SHAPES.items())}
+    optimizer = optimizer or AdamW(0.1)
+
+    def step(k=0, read=lambda parameter: None):
+        for name in SHAPES:
+            read(dp[name])
+        for name, shape in reversed(SHAPES.items()):
+            if zero == 3:
+                dp[name]
+            dp.ready(name, up(drawn(*shape, seed=100 * comm.rank + k, dtype=dtype)))
+            dp.release(name)
+        return dp.step(clip=clip)
+
     with DataParallel(params, optimizer=optimizer, comm=comm, zero=zero, bucket_nbytes=60, **options) as dp:
-        for step in range(steps):
-            found += [np.array(down(dp[name])) for name in shapes]
-            for name, shape in reversed(shapes.items()):
-                if zero == 3:
-                    dp[name]
-                dp.ready(name, up(drawn(*shape, seed=100 * comm.rank + step, dtype=dtype)))
-                dp.release(name)
-            norm = dp.step(clip=clip)
+        yield dp, step
+
+
+def trained(comm, up, down, *, steps=3, **options):
+    """Some steps of data parallelism: the parameters before each, the norms, the state."""
+    found = []
+    with data_parallel(comm, up, **options) as (dp, step):
+        for k in range(steps):
+            norm = step(k, lambda parameter: found.append(np.array(down(parameter))))
             found.append(np.asarray(norm if isinstance(norm, float) else down(norm)))
         state = dp.state_dict()
         found += flat(mapped(lambda x: np.array(down(x)), state))
         dp.load_state_dict(state)
-        found += [np.array(down(dp[name])) for name in shapes]
+        found += [np.array(down(dp[name])) for name in SHAPES]
         found.append(np.array([*dp.nbytes.values()]))
     return found
 
@@ -114,18 +130,24 @@ def loss(y, target):
     return (y * target).sum(), target.copy()
 
 
-def pipelined(comm, up, down, device, *, schedule, chunks=1, microbatches=4, steps=2):
+@contextmanager
+def pipeline(comm, up, device, *, schedule, chunks=1, microbatches=4):
+    """(the pipeline, a function that makes a step: the losses, the gradients of inputs and of weights)."""
     stages = [Stage(up(drawn(6, 6, seed=comm.rank + comm.size * chunk))) for chunk in range(chunks)]
     xs, targets = ([up(drawn(3, 6, seed=100 * k + i)) for i in range(microbatches)] for k in (1, 2))
     form = {"activations": (3, 6), "loss": loss, "device": device, "schedule": schedule, "microbatches": microbatches}
-    found = []
     with Pipeline(stages, comm=comm, **form) as pipe:
-        first, last = (pipe._is_here(s) for s in (0, pipe.problem.stages - 1))
-        for _ in range(steps):
-            losses = pipe.step(xs if first else None, targets if last else None)
-            results = mapped(down, [losses, pipe.input_gradients, [stage.dw for stage in stages]])
-            found += [np.array(a) for a in flat(results)]
-        found += flat(mapped(down, [pipe.forward(xs if first else None)]))
+        pipe.xs = xs if pipe._is_here(0) else None
+        given = targets if pipe._is_here(pipe.problem.stages - 1) else None
+        yield pipe, lambda: [pipe.step(pipe.xs, given), pipe.input_gradients, [stage.dw for stage in stages]]
+
+
+def pipelined(comm, up, down, device, **options):
+    found = []
+    with pipeline(comm, up, device, **options) as (pipe, step):
+        for _ in range(2):
+            found += [np.array(a) for a in flat(mapped(down, step()))]
+        found += flat(mapped(down, [pipe.forward(pipe.xs)]))
     return found
 
 

@@ -119,8 +119,8 @@ class Ipc:
         self.device, self.link, self.stream = device, link, device.stream("peers", -1)
 
     def handle(self, data: DeviceArray) -> bytes:
-        """What the receiver must know to copy `data`. Raises the errors of the device."""
-        handle: bytes = self.device.export(data)
+        """What the receiver must know to copy `data`, once its mirror is there. Raises the errors of the device."""
+        handle: bytes = self.device.export(data, mirrored=True)
         if len(handle) > HANDLE_NBYTES:
             raise DeviceError(f"the handle of device memory has {len(handle)} bytes, at most {HANDLE_NBYTES} fit")
         return handle

@@ -15,6 +15,7 @@ import numpy as np
 
 from fompi.backends import wires
 from fompi.backends.half import storage
+from fompi.backends.numbers import contiguous, empty, for_numpy, place, stored
 from fompi.base.wires import WIRES
 from fompi.engine.communicator import Communicator
 from fompi.tensors.dlpack import Tensor
@@ -43,15 +44,15 @@ class Coded(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
-    array: Array
-    device: None = None
+    array: Any
+    device: Any = None
 
     @classmethod
     def of(cls, tensor: Tensor, wire: str) -> Coded:
-        array = np.ascontiguousarray(tensor.array if tensor.device is None else tensor.array.get()).reshape(-1)
-        block = np.empty(WIRES[wire].nbytes(array.size), np.uint8)
+        array = contiguous(for_numpy(tensor.array)).reshape(-1)
+        block = empty((WIRES[wire].nbytes(array.size),), np.uint8, array)
         wires.bound(f"encode_{wire}", [array, block], [tensor.dtype, "uint8"])()
-        return cls(f"{wire}/{tensor.dtype}", tensor.array.shape, block)
+        return cls(f"{wire}/{tensor.dtype}", tensor.array.shape, stored(block), tensor.device)
 
 
 def fits(known: tuple[str, tuple[int, ...]], out: Tensor) -> bool:
@@ -67,12 +68,15 @@ def memory_for(comm: Communicator, dtype: str, shape: tuple[int, ...]) -> Array:
     return array
 
 
-def decoded(comm: Communicator, array: Array, dtype: str, shape: tuple[int, ...]) -> tuple[Array, str]:
-    """(the elements of what has arrived, their dtype)"""
+def decoded(comm: Communicator, array: Any, dtype: str, shape: tuple[int, ...]) -> tuple[Any, str]:
+    """(the elements of what has arrived, their dtype). `array` is on the host, or where NumPy's functions compute."""
     if "/" not in dtype:
         return array, dtype
     wire, _, elements = dtype.partition("/")
-    result = comm.engine.arena.take(shape, storage(elements))
+    if place(array) is None:
+        result = comm.engine.arena.take(shape, storage(elements))
+    else:
+        result = empty(shape, storage(elements), array)
     wires.bound(f"decode_{wire}", [array, result.reshape(-1)], ["uint8", elements])()
     return result, elements
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.half import storage
+from fompi.backends.numbers import for_numpy, stored
 from fompi.base.errors import (
     DtypeError,
     LayoutError,
@@ -63,6 +64,9 @@ Array = np.ndarray[Any, Any]
 MOST_TAG = (1 << MESSAGE_BITS - 1) - 2
 """The largest tag of a message: tag t has the tags 2 t + 2 and 2 t + 3 of MPI. Strategies use this one."""
 
+FETCHED = 2
+"""The key of the copy from a device. Those of the header and of the data are False and True."""
+
 _NUMPY = dlpack.borrow(np.empty(0))
 _DEFAULTS = CallOptions()
 
@@ -76,6 +80,7 @@ class Mail:
         self.expected: defaultdict[tuple[int, int], deque[Any]] = defaultdict(deque)  # Receiving, or a call in C
         self.last: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}  # (source, tag) -> dtype and shape
         self.forms: dict[Any, MessageForm] = {}  # messages that C knows
+        self.leaving: defaultdict[tuple[int, int], deque[Sending]] = defaultdict(deque)  # they wait for a device
 
     def next(self, verb: str, peer: int, tag: int) -> int:
         """Note a message that begins. Returns its stamp: a negative number, which no call has."""
@@ -185,28 +190,71 @@ class Sending(_Message):
     """Sends `tensor`, or why there is none."""
 
     verb = "receive"
-    is_held = False  # True: its data waits for its turn (`fompi.engine.port`)
+    is_held = False  # True: its data waits for its turn (`fompi.engine.port`), or for a device
+    fetched: Any = None  # its data on its way from a device (`Device.fetch`)
+    _is_fetched = True
 
     def __init__(
         self, comm: Communicator, dest: int, tag: int, tensor: Tensor | Coded | None, refusal: Exception | None
     ):
         super().__init__(comm, dest, tag)
         if tensor is None or refusal is not None:
-            data = in_words(refusal or TensorError("no tensor")).encode()[: EAGER_NBYTES - HEADER.size]
-            self.header, self.data = HEADER.pack(1, 0, len(data), b"") + data, np.empty(0, np.uint8)
+            self._refuse(refusal or TensorError("no tensor"))
             return
         array: Any = tensor.array
         shape = tensor.shape if type(tensor) is Coded else array.shape
-        if tensor.device is not None:
-            array = array.get()
-        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        self.nbytes = flat.nbytes
-        self.header, self.data = header_of(tensor.dtype, shape, flat.nbytes), flat
-        if len(self.header) + flat.nbytes <= EAGER_NBYTES:
-            self.header, self.data = self.header + flat.tobytes(), flat[:0]
+        self.nbytes = array.nbytes
+        self.header = header_of(tensor.dtype, shape, array.nbytes)
+        if tensor.device is None:
+            self._take(array)
+        else:
+            tensor.device.meet()
+            self.fetched, self._is_fetched = tensor.device.fetch(array), False
+
+    def _take(self, array: Array) -> None:
+        """The data is here."""
+        self.data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        if len(self.header) + self.nbytes <= EAGER_NBYTES:
+            self.header, self.data = self.header + self.data.tobytes(), self.data[:0]
+
+    def _refuse(self, error: BaseException) -> None:
+        """The peer gets the reason in place of the data."""
+        words = in_words(error).encode()[: EAGER_NBYTES - HEADER.size]
+        self.header, self.data = HEADER.pack(1, 0, len(words), b"") + words, np.empty(0, np.uint8)
 
     def start(self) -> None:
+        """Messages with one tag leave in their order: those of the host too, behind one that waits for a device."""
         self._begin("send")
+        leaving = mail_of(self.comm).leaving
+        if self.fetched is None and (self.peer, self.tag) not in leaving:
+            self._leave()
+            return
+        self.is_held = True
+        leaving[self.peer, self.tag].append(self)
+        if self.fetched is not None:
+            self.comm.engine.launched(self.fetched, self, FETCHED)
+
+    def ran(self, key: int, begun: float, error: BaseException | None) -> None:
+        """The device has failed."""
+        if error is not None:
+            self.error = self.error or error
+            self._refuse(error)
+        self._arrived()
+
+    def _arrived(self) -> None:
+        """The data has come from the device: it leaves, and so do those that wait behind it."""
+        self._is_fetched, self.moved_at = True, perf_counter()
+        leaving = mail_of(self.comm).leaving
+        queue = leaving[self.peer, self.tag]
+        while queue and queue[0]._is_fetched:
+            queue.popleft()._leave()
+        if not queue:
+            del leaving[self.peer, self.tag]
+
+    def _leave(self) -> None:
+        self.is_held = False
+        if self.fetched is not None and self.error is None:
+            self._take(self.fetched.get())
         isend, self.missing = self.comm.link.isend, 1 + bool(self.data.size)
         self._post(isend, self.header, False)
         if self.data.size and self.comm.urgency is not None:
@@ -229,6 +277,9 @@ class Sending(_Message):
         return None if self.is_held else super().waits_for()
 
     def completed(self, key: int) -> None:
+        if key == FETCHED:
+            self._arrived()
+            return
         self.moved_at = perf_counter()
         self.missing -= 1
         if not self.missing and not self.finished:
@@ -325,17 +376,21 @@ class Receiving(_Message):
 
     def result(self, like: Tensor) -> Any:
         """The array as a tensor of the framework of `like`, or `out`."""
-        return _result(*decoded(self.comm, self.array, self.dtype, self.shape), self.out, like)
+        return _result(self.comm, (self.array, self.dtype, self.shape), self.out, like)
 
 
-def _result(array: Any, dtype: str, out: Tensor | None, like: Tensor) -> Any:
+def _result(comm: Communicator, received: tuple[Array, str, tuple[int, ...]], out: Tensor | None, like: Tensor) -> Any:
+    """What has been received as a tensor. On a device it is there in the order of the caller's current stream."""
+    array, wired, shape = received
+    device = (out or like).device
+    array, dtype = decoded(comm, array if device is None else device.upload(array), wired, shape)
+    if device is not None:
+        device.meet()
     if out is None:
-        return dlpack.lend(array if like.device is None else like.device.array(array), dtype, like)
+        return dlpack.lend(stored(array), dtype, like)
     dlpack.mark_written(out.owner)
-    if out.device is not None:
-        out.device.put(out.array, array)
-    elif array is not out.array:
-        out.array[...] = array
+    if array is not out.array:
+        for_numpy(out.array)[...] = array
     return out.owner
 
 
@@ -438,7 +493,9 @@ class Transfer:
 
     def _sends_in_c(self, dest: int, tag: int) -> bool:
         """Send in C. False: nothing has begun."""
-        x = self._sent
+        x, mail = self._sent, self._comm.mail
+        if mail is not None and (dest, tag) in mail.leaving:
+            return False
         if self._refusal is not None or x is None or x.device is not None or not x.array.flags.c_contiguous:
             return False
         plain = PlainMemory(PlainForm.of(x), address_of(x.array), x.array, lambda: x)
@@ -593,7 +650,7 @@ class Transfer:
         if isinstance(self._receiving, Delivered):
             if self._owner is not None:
                 return self._owner
-            return _result(*decoded(self._comm, *self._received), self._out, self._like)
+            return _result(self._comm, self._received, self._out, self._like)
         if self._receiving is not None:
             return self._receiving.result(self._like)
         return _zeros_like(self._x) if self._name == "sendrecv" and self._x is not None else None

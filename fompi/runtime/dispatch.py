@@ -71,6 +71,7 @@ class Dispatch(Task):
     unready: dict[tuple[str, int], list[int]] = {}  # noqa: RUF012  # (input, block) not ready yet -> the ops that read it
     announcing: Announcing | None = None  # products that one kernel of the device computes
     gathered: tuple[int, ...] = ()  # those of them that can start, until all can
+    mirrored: Collection[int] = ()  # messages whose memory was copied, so that another process can open it
     thread = 0  # that of the program, where kernels run in it
     made: dict[int, Token] = {}  # noqa: RUF012  # the tokens of such kernels that have just run
     awaiting: dict[int, list[int]] = {}  # noqa: RUF012  # product that is not announced yet -> the kernels that need it
@@ -230,6 +231,8 @@ class Dispatch(Task):
         data, peer, is_send = self.actions[i], self.compiled.peers[i], self.compiled.kinds[i] == SEND
         tag, is_pulled = self.tag + self.compiled.numbers[i], paths.moves_by_ipc(peer)
         reads, writes = ([data], ()) if is_send else ((), [data])
+        if is_pulled and is_send and not self._is_mirrored(i, data):
+            return False
         is_noted = is_send or not is_pulled  # a pull is a copy of the device, which notes it
         if is_noted and not self._may_move(i, reads, writes):
             return False
@@ -253,6 +256,21 @@ class Dispatch(Task):
         else:
             engine.post(call(data, peer, tag), self, i)
         return True
+
+    def _is_mirrored(self, i: int, data: Any) -> bool:
+        """True if another process can open what message `i` sends. If not, a copy begins, and it starts after that."""
+        if i in self.mirrored or not isinstance(data, DeviceArray) or self.error is not None or self.paths is None:
+            return True
+        try:
+            token = self.paths.device.mirror(data)
+        except Exception as error:
+            return self._goes_on(i, error)
+        if token is None:
+            return True
+        self.mirrored = {*self.mirrored, i}
+        self.begun[i] = 0.0
+        self.hold(token, [i])
+        return False
 
     def _may_move(self, i: int, reads: Sequence[Any], writes: Sequence[Any]) -> bool:
         """Tell the device that a message begins to read and write these arrays. A race is an error of this call.

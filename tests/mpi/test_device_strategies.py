@@ -14,6 +14,7 @@ import strategy_calls
 
 import fompi
 from fompi.backends.cuda.software import SoftwareDevice
+from fompi.backends.cuda.staging import HostMark
 from fompi.mpi.paths import DIRECT, IPC, STAGED
 from fompi.tensors import dlpack
 
@@ -71,3 +72,64 @@ def test_strategies_on_the_fake_cuda(world, comm, fakecuda, monkeypatch, name):
     device.close()
     gc.collect()
     assert device.runtime.memory == {} and device.runtime.lives == {"event": set(), "stream": set()}
+
+
+WAITING = (
+    "malloc",
+    "free",
+    "hostAlloc",
+    "freeHost",
+    "deviceSynchronize",
+    "streamCreateWithPriority",
+    "ipcOpenMemHandle",
+)
+"""What CUDA does only after it has waited, or what takes long."""
+
+
+@pytest.mark.one_mpi
+@pytest.mark.skipif(fompi.Communicator().size == 4, reason="four ranks take longer and test nothing new")
+@pytest.mark.parametrize("path", [STAGED, IPC])
+def test_no_host_wait_in_a_step(world, comm, fakecuda, monkeypatch, path):
+    """After some steps nothing is allocated, and nobody waits for the device: there are polls only."""
+    monkeypatch.setenv("FOMPI_PATH", path)
+    device = fakecuda.device()
+    monkeypatch.setitem(dlpack.DEVICES, "cuda", lambda: device)
+    waits, wait = [], HostMark.wait
+    monkeypatch.setattr(HostMark, "wait", lambda mark: waits.append(mark) or wait(mark))
+    inputs = {}
+
+    def up(x):  # the tensors of the program exist before the step
+        key = x.dtype.str, x.shape, x.tobytes()
+        if key not in inputs:
+            inputs[key] = fakecuda.as_cupy(device, x)
+        return inputs[key]
+
+    def down(x):
+        return np.zeros(x.shape, x.dtype)
+
+    def check(name, step):
+        for _ in range(4):
+            step()
+        begun = len(device.runtime.log)
+        waits.clear()
+        step()
+        called = {entry[0] for entry in device.runtime.log[begun:]}
+        assert not waits and not called & {*WAITING}, (name, called)
+        assert world.size == 1 or "eventQuery" in called or "of all rows" in name, "beside the polls"
+
+    calls = strategy_calls.calls(world, device)
+    for name in NAMES:
+        if not name.startswith(("data", "pipeline")):
+            check(name, lambda call=calls[name]: call(up, down))
+    for zero in range(4):
+        with strategy_calls.data_parallel(world, up, zero=zero) as (dp, step):
+            check(f"zero={zero}", step)
+    for schedule in ("1f1b", "zb-h1"):
+        with strategy_calls.pipeline(world, up, device, schedule=schedule) as (pipe, step):
+            check(schedule, step)
+    del dp, pipe, step, calls
+    inputs.clear()
+    world.engine.progress_while_waiting()
+    gc.collect()
+    comm.Barrier()
+    device.close()

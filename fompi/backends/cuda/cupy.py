@@ -33,7 +33,7 @@ from fompi.backends.cuda.failures import OutOfMemory, nothing
 from fompi.backends.cuda.library import DeviceLibraries
 from fompi.backends.cuda.memory import OUT_OF_MEMORY, Lease, Opened, Pool, Slab
 from fompi.backends.cuda.products import product
-from fompi.backends.cuda.staging import HostMark, Staging
+from fompi.backends.cuda.staging import HostMark, Marked, Staging
 from fompi.backends.half import storage
 from fompi.base.errors import DeviceError, FompiError, in_words
 from fompi.tensors import dlpack
@@ -520,7 +520,7 @@ class CudaDevice(Staging):
 
     def array_of(self, x: Any) -> DeviceArray:
         """Undoes `for_numpy`."""
-        return dlpack.on_device(x, self)
+        return x if isinstance(x, DeviceArray) else dlpack.on_device(x, self)
 
     def copy(self, to: AnyArray, source: AnyArray) -> Enqueue:
         self._check_place(*(a for a in (to, source) if isinstance(a, DeviceArray)))
@@ -590,12 +590,27 @@ class CudaDevice(Staging):
         pass
 
     # -- between processes
-    def export(self, array: DeviceArray) -> bytes:
-        """Memory of another library is copied first: its allocation may have no handle, or may go away."""
+    def mirror(self, array: DeviceArray) -> Marked | None:
+        """Memory of another library is copied: its allocation may have no handle, or may go away."""
+        memory: Any = array.memory
+        if isinstance(memory, Lease):
+            return None
+        if memory.mirror is None:
+            memory.mirror = self.empty((memory.nbytes,), np.uint8)
+        low, high = array.extent
+        self.use()
+        self.copy(memory.mirror[low:high], DeviceArray.of(memory, (high - low,), np.uint8, low))(self._own)
+        return Marked(self.mirrors, self._own.record(StreamEvent(self)))
+
+    def export(self, array: DeviceArray, mirrored: bool = False) -> bytes:
+        """The mirror of memory of another library lives as long as that memory."""
         memory: Any = array.memory
         if not isinstance(memory, Lease):
-            copied = self._mirrored(array)
-            array, memory = copied, copied.memory
+            if not mirrored:
+                self.mirror(array).event.wait()  # type: ignore[union-attr]
+            low, high = array.extent
+            array = memory.mirror[low:high]
+            memory = array.memory
         slab = memory.slab
         if slab.handle is None:
             self.use()
@@ -603,16 +618,6 @@ class CudaDevice(Staging):
             self._exported[slab.handle] = slab
         # Text, because a message has a fixed length and is padded.
         return f"{slab.handle.hex()} {array.ptr - slab.ptr} {slab.nbytes}".encode()
-
-    def _mirrored(self, array: DeviceArray) -> DeviceArray:
-        """A copy of memory that is not fompi's. It lives as long as that memory."""
-        memory: Any = array.memory
-        if memory.mirror is None:
-            memory.mirror = self.empty((memory.nbytes,), np.uint8)
-        low, high = array.extent
-        mirror: DeviceArray = memory.mirror[low:high]
-        self.run_once(self.copy(mirror, DeviceArray.of(memory, (high - low,), np.uint8, low)))
-        return mirror
 
     def open(self, handle: bytes, nbytes: int) -> DeviceArray:
         name, offset, whole = handle.split()

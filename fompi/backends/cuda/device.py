@@ -177,8 +177,8 @@ class Device(Protocol):
         """An array of the host, which is copied once and kept. The first call waits. Nobody may write the result."""
         ...
 
-    def upload(self, values: Array) -> Any:
-        """A copy of an array of the host. Nothing waits for it here."""
+    def upload(self, values: Array, into: DeviceArray | None = None) -> Any:
+        """A copy of an array of the host, in new memory or in that of `into`. Nothing waits for it here."""
         ...
 
     def fetch(self, x: Any) -> Any:
@@ -220,8 +220,15 @@ class Device(Protocol):
         """Note that the host reads or writes `array`, or allows others to. Raises RaceError as `message` does."""
         ...
 
-    def export(self, array: DeviceArray) -> bytes:
-        """A handle with which another process of this host opens the memory of `array`."""
+    def mirror(self, array: DeviceArray) -> Any:
+        """Copy `array` to memory that other processes can open, if its own they cannot. Nothing waits for it here.
+
+        Returns the Token of the copy; None: there is nothing to copy. Once it is done, `export` with `mirrored=True`.
+        """
+        ...
+
+    def export(self, array: DeviceArray, mirrored: bool = False) -> bytes:
+        """A handle with which another process of this host opens the memory of `array`. May wait for `mirror`."""
         ...
 
     def open(self, handle: bytes, nbytes: int) -> DeviceArray:

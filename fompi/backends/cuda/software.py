@@ -550,7 +550,10 @@ class SoftwareDevice(Staging):
                 self.clocks.note(HOST, what, [self.place(array, writes)])
 
     # -- between processes
-    def export(self, array: DeviceArray) -> bytes:
+    def mirror(self, array: DeviceArray) -> None:
+        """All memory of the device can be opened."""
+
+    def export(self, array: DeviceArray, mirrored: bool = False) -> bytes:
         memory: Any = array.memory
         offset = array.ptr - memory.ptr
         return f"{memory.path} {memory.number} {memory.nbytes} {offset}".encode()

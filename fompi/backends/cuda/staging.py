@@ -41,15 +41,25 @@ MOST_CONSTANTS = 256
 """So many arrays of the host stay on the device: masks of tiles, and which head reads which."""
 
 
-class Fetched:
+class Marked:
+    """A Token: what a stream has to do up to a mark. Tokens of one `queue` are done in their order."""
+
+    begun = due = 0.0
+
+    def __init__(self, queue: object, event: Any):
+        self.queue, self.event = queue, event
+
+    def done(self) -> bool:
+        """True once the stream has reached the mark. Raises the error of the device."""
+        return bool(self.event.done())
+
+
+class Fetched(Marked):
     """Numbers of a device on their way to the host, in the order of the caller's current stream."""
 
     def __init__(self, device: Any, target: Array, source: DeviceArray, event: Any):
-        self._device, self._target, self._source, self._event = device, target, source, event
-
-    def done(self) -> bool:
-        """True once they are here."""
-        return bool(self._event.done())
+        super().__init__(device.fetches, event)
+        self._device, self._target, self._source = device, target, source
 
     def get(self) -> Array:
         """The numbers, once `done` was True."""
@@ -77,6 +87,7 @@ class Staging(Failing):
         super().__init__()
         self._opened: OrderedDict[bytes, Any] = OrderedDict()
         self._constants: OrderedDict[Any, DeviceArray] = OrderedDict()
+        self.fetches, self.mirrors = object(), object()  # queues of tokens: the engine polls the oldest one of each
         self._uploads: deque[tuple[Any, Array]] = deque()  # events, and the page-locked memory of copies in flight
 
     def use(self) -> None:
@@ -140,15 +151,17 @@ class Staging(Failing):
         self._constants.move_to_end(key)
         return self.for_numpy(made)
 
-    def upload(self, values: Array) -> Any:
+    def upload(self, values: Array, into: DeviceArray | None = None) -> Any:
         """A copy of an array of the host, in the order of the caller's current stream. Nothing waits for it here."""
         while self._uploads and self._uploads[0][0].done():
             self._uploads.popleft()
-        staging, made = self.pinned(values.shape, values.dtype), self.empty(values.shape, values.dtype)
-        self.touch("upload()", staging, True)
-        staging[...] = values
-        self.for_caller(self.copy(made, staging), made)
-        self._uploads.append((self.mark(), staging))
+        made = self.empty(values.shape, values.dtype) if into is None else into
+        if values.size:
+            staging = self.pinned(values.shape, values.dtype)
+            self.touch("upload()", staging, True)
+            staging[...] = values
+            self.for_caller(self.copy(made, staging), made)
+            self._uploads.append((self.mark(), staging))
         return self.for_numpy(made)
 
     def fetch(self, x: Any) -> Fetched:
