@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from fompi.backends.cuda.failures import OutOfMemory
+from fompi.backends.half import storage
 from fompi.backends.numbers import filled, narrow, place, stored, widen
 from fompi.backends.wires import Feedback, carry
-from fompi.base.errors import DtypeError, LayoutError, ShapeError
+from fompi.base.errors import DeviceError, DtypeError, LayoutError, ShapeError
 from fompi.base.layout import accumulator, integer, offsets, split
 from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
@@ -139,6 +141,7 @@ class Bucket:
         edges = offsets(t.array.size for t in params.values())
         self.spans = dict(zip(params, pairwise(edges), strict=True))
         self.size = edges[-1]
+        self.nbytes = self.size * storage(self.wide).itemsize  # of all its gradients
         self.edges = offsets(split(self.size, comm.size)) if zero else [0, self.size]  # of what each rank owns
         self.begin, self.end = self.edges[comm.rank : comm.rank + 2] if zero else (0, self.size)
         full = np.concatenate([t.array.reshape(-1) for t in params.values()])
@@ -196,6 +199,30 @@ class Bucket:
         first = self.spans[name][0]
         a, b = (min(max(i, self.edges[rank]), self.edges[rank + 1]) - first for i in self.spans[name])
         return slice(a, b)
+
+
+def kept_nbytes(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+    """The bytes of all parameters, and of all gradients."""
+    listed = [(t.array.nbytes, t.array.size * storage(accumulator(t.dtype)).itemsize) for t in tensors.values()]
+    return sum(n for n, _ in listed), sum(n for _, n in listed)
+
+
+def in_less_memory(
+    error: OutOfMemory, kept: tuple[int, int], zero: int, size: int, largest: int | None = None
+) -> DeviceError:
+    """The error, with what needs less of the device. `kept`: `kept_nbytes`. `largest`: the most bytes of a bucket."""
+    words, (parameters, gradients) = [str(error)], kept
+    fits = error.free // SUMS_IN_FLIGHT
+    if largest is not None and 0 < fits < largest:
+        words.append(f"the largest bucket has {largest} bytes, and bucket_nbytes={fits} would fit")
+    spread = {2: gradients, 3: gradients + parameters}
+    less = {level: (spread[level] - spread.get(zero, 0)) * (size - 1) // size for level in spread if level > zero}
+    words += [f"zero={level} keeps {nbytes} bytes less" for level, nbytes in less.items() if nbytes]
+    return DeviceError(". ".join(words))
+
+
+SUMS_IN_FLIGHT = 4
+"""A sum on its way needs its result and what is sent, and the next bucket begins before the last one has ended."""
 
 
 def without_memory(tensor: Tensor) -> Tensor:

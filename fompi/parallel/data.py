@@ -23,10 +23,20 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from fompi.backends.cuda.failures import OutOfMemory
 from fompi.backends.half import storage
 from fompi.backends.numbers import constant, fetch, filled, narrow, place, widen
 from fompi.backends.wires import Feedback
-from fompi.base.errors import DtypeError, FompiError, LayoutError, MismatchError, ShapeError, StateError, TensorError
+from fompi.base.errors import (
+    DeviceError,
+    DtypeError,
+    FompiError,
+    LayoutError,
+    MismatchError,
+    ShapeError,
+    StateError,
+    TensorError,
+)
 from fompi.base.layout import accumulator, offsets
 from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
@@ -49,7 +59,9 @@ from fompi.parallel.buckets import (
     detached,
     held_in_words,
     holders,
+    in_less_memory,
     in_words,
+    kept_nbytes,
 )
 from fompi.parallel.optimizers import SGD, AdamW, Optimizer, State
 from fompi.parallel.repeated import Unbound, repeated
@@ -156,27 +168,35 @@ class DataParallel:
         self._sums, self._gathers = (
             self.comm.split(0, self.comm.rank, f"{self.comm.name}/{k}") for k in ("sum", "gather")
         )
-        names, edges = [*tensors], offsets(counts)
-        self.buckets = [
-            Bucket(
-                {name: tensors[name] for name in names[a:b]},
-                self.comm,
-                zero,
-                microbatches,
-                wire_gather if zero else None,
-            )
-            for a, b in itertools.pairwise(edges)
-        ]
-        self.wire, self.feedback, self._ahead = wire_of(wire, self.buckets[0].wide), bool(feedback), ahead_nbytes
-        for bucket in self.buckets:
-            self._prepare(bucket)
-            if feedback:
-                lost = filled(bucket.size, bucket.wide, 0, bucket.master)
-                bucket.feedback = Feedback(self.wire, self.comm.size, self.comm.rank, lost)
-        self._index = {name: i for i, bucket in enumerate(self.buckets) for name in bucket.names}
+        gathered = wire_gather if zero else None
+        self._sizes = kept_nbytes(tensors)
+        self.wire, self.feedback, self._ahead = (
+            wire_of(wire, accumulator(next(iter(tensors.values())).dtype)),
+            bool(feedback),
+            ahead_nbytes,
+        )
+        self.buckets: list[Bucket] = []
         self._states: dict[str, State] = {}
-        for bucket in self.buckets:
-            self._states |= {name: optimizer.state(bucket.master[bucket.own(name)]) for name in bucket.names}
+        try:
+            listed = [*tensors.items()]
+            for a, b in itertools.pairwise(offsets(counts)):
+                bucket = Bucket(dict(listed[a:b]), self.comm, zero, microbatches, gathered)
+                self.buckets.append(bucket)
+                if feedback:
+                    lost = filled(bucket.size, bucket.wide, 0, bucket.master)
+                    bucket.feedback = Feedback(self.wire, self.comm.size, self.comm.rank, lost)
+                self._states |= {name: optimizer.state(bucket.master[bucket.own(name)]) for name in bucket.names}
+        except OutOfMemory as refusal:
+            error = in_less_memory(refusal, self._sizes, zero, self.comm.size)
+        except Exception as refusal:
+            error = refusal
+        agree_everywhere([(axis, "the memory of a DataParallel") for axis in (self.comm, *self._others())], error)
+        try:
+            for bucket in self.buckets:
+                self._prepare(bucket)
+        except DeviceError as refusal:  # the other ranks have refused it, too
+            raise self._with_remedy(refusal) from refusal
+        self._index = {name: i for i, bucket in enumerate(self.buckets) for name in bucket.names}
         self._scale = 1 / (self.comm.size * (self.replicas.size if self.replicas else 1)) if average else 1.0
         last = len(self.buckets) - 1
         self._cycle = [*range(last + 1), *(range(last - 1, -1, -1) if zero == 3 else ())] if zero else []
@@ -615,6 +635,7 @@ class DataParallel:
         `begun` is False if the error came from the first gather of a cycle: then the other ranks have refused it.
         Other axes come last: their ranks may wait for a rank that waits for the sums of this one.
         """
+        error = self._with_remedy(error)
         refusals = FompiError, type(error)
         with suppress(*refusals):
             if begun:
@@ -637,6 +658,15 @@ class DataParallel:
         self._reset()
         raise error
 
+    def _with_remedy(self, error: Exception) -> Exception:
+        """If a device has no more memory: the same with what would fit."""
+        cause = error if isinstance(error, OutOfMemory) else error.__cause__
+        if not isinstance(cause, OutOfMemory):
+            return error
+        return in_less_memory(
+            cause, self._sizes, self.zero, self.comm.size, max(bucket.nbytes for bucket in self.buckets)
+        )
+
     def _check_open(self) -> None:
         if self.closed:
             raise StateError("this DataParallel is closed")
@@ -657,7 +687,8 @@ class DataParallel:
     def nbytes(self) -> dict[str, int]:
         """The bytes that this rank keeps: of parameters, of gradients, and of the optimizer with its float32 copies.
 
-        Between steps, with n bytes in all on N ranks. With zero=3 parameters in use come on top.
+        Between steps, with n bytes in all on N ranks. With zero=3 parameters in use come on top. Calls for buckets of
+        at most 1 MiB are bound, and keep memory of their own for messages.
 
             zero         0    1    2    3
             parameters   n    n    n    n/N

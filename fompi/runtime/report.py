@@ -298,11 +298,13 @@ class Report:
         """After a clean end: gather the notes of all ranks on rank 0, and print or write the report."""
         if os.getpid() != self.process:
             return
+        devices = [operation.backend.device for operation in self.operations.values()]
         mine = {
             "rank": self.rank,
             "host": socket.gethostname(),
             "operations": [operation.record() for operation in self.operations.values()],
             "steps": self._steps(),
+            "device_nbytes": max((d.most_nbytes for d in devices if d is not None), default=0),
             "trace": merge(self.traces).to_json() if self.traces else None,
         }
         gathered = gather_at_exit(json.dumps(mine).encode(), self.rank, GATHER_SECONDS)

@@ -148,6 +148,9 @@ def _head(report: Mapping[str, Any]) -> list[str]:
     lines = [f"fompi report: {report['size']} ranks, {report['mpi']}, progress: {report['progress']}"]
     if report.get("threads"):
         lines.append(f"warning: {report['threads']}")
+    most: Record = max(report["ranks"], key=lambda rank: rank.get("device_nbytes", 0), default={})
+    if nbytes := most.get("device_nbytes", 0):
+        lines.append(f"device memory of fompi: at most {nbytes / 1e6:.1f} MB at a time, on rank {most['rank']}")
     if missing := sorted(set(range(report["size"])) - {rank["rank"] for rank in report["ranks"]}):
         lines.append(f"missing: the notes of rank {', '.join(map(str, missing))}")
     return lines

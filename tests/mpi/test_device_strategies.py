@@ -13,9 +13,11 @@ import pytest
 import strategy_calls
 
 import fompi
+from fompi.backends.cuda import backend_of
 from fompi.backends.cuda.software import SoftwareDevice
 from fompi.backends.cuda.staging import HostMark
 from fompi.mpi.paths import DIRECT, IPC, STAGED
+from fompi.parallel.data import AdamW, DataParallel
 from fompi.tensors import dlpack
 
 pytestmark = pytest.mark.ranks(mpich=[1, 2, 4], openmpi=[3])
@@ -72,6 +74,53 @@ def test_strategies_on_the_fake_cuda(world, comm, fakecuda, monkeypatch, name):
     device.close()
     gc.collect()
     assert device.runtime.memory == {} and device.runtime.lives == {"event": set(), "stream": set()}
+
+
+@pytest.mark.skipif(fompi.Communicator().size != 2, reason="the numbers are those of two ranks")
+def test_memory_of_data_parallelism(world, monkeypatch):
+    """Between steps the device has what `nbytes` says. An error of memory names what would fit, on all ranks."""
+    monkeypatch.setenv("FOMPI_PATH", IPC)
+    count = (1 << 18) + 64  # the calls of so large buckets are not bound, so they keep nothing
+    own, pause = fompi.Communicator(name="own"), world.engine.progress_while_waiting
+
+    def trained(device, zero, bucket_nbytes, steps=2):
+        gradient = device.array(np.ones(count, "f4"))
+        params = {f"p{i}": device.array(np.ones(count, "f4")) for i in range(4)}
+        dp = DataParallel(params, optimizer=AdamW(1e-3), comm=own, zero=zero, bucket_nbytes=bucket_nbytes)
+        for _ in range(steps):
+            for name in params:
+                dp[name]
+                dp.release(name)
+            for name in reversed(params):
+                if zero == 3:
+                    dp[name]
+                dp.ready(name, gradient)
+                dp.release(name)
+            dp.step(clip=1.0)
+        return dp
+
+    for zero in (0, 1, 2, 3):
+        device = SoftwareDevice(seed=world.rank)
+        dp = trained(device, zero, 8 * count)
+        for name in ("p0", "p1", "p2", "p3"):
+            dp[name]
+            dp.release(name)
+        backend_of(device).poisoned((1,), "float32")  # it waits for the device
+        for _ in range(100):
+            pause()
+        gc.collect()
+        more = device.used - sum(dp.nbytes.values())  # with zero=3 the bucket that was gathered ahead
+        assert 0 <= more <= (8 * count if zero == 3 else 0) and device.used <= device.most_nbytes, zero
+        dp.close()
+    n = 4 * 4 * count
+    for zero, capacity, bucket, words in (
+        (0, 4.5 * n, n, "zero=2 keeps .* bytes less. zero=3 keeps .* bytes less"),
+        (2, 4.2 * n, n, r"the largest bucket has 4195328 bytes, and bucket_nbytes=\d+ would fit. zero=3 keeps"),
+    ):
+        device = SoftwareDevice(seed=world.rank, capacity=int(capacity))
+        with pytest.raises((fompi.DeviceError, fompi.MismatchError), match=words):
+            trained(device, zero, bucket)
+    own.close()
 
 
 WAITING = (

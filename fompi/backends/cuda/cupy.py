@@ -202,6 +202,10 @@ class CudaDevice(Staging):
     def is_known_to_mpi(self) -> bool:
         return self._known_to_mpi
 
+    @property
+    def most_nbytes(self) -> int:
+        return self.pool.most_nbytes
+
     def use(self) -> None:
         """Make this the current device of the calling thread, with a context: launches by the driver need one."""
         thread, runtime = self._thread, self.runtime

@@ -82,6 +82,8 @@ class Device(Protocol):
     name: str
     key: str
     """The same text on all ranks that have this kind of device: part of the key of a plan."""
+    most_nbytes: int
+    """The most memory that fompi has used at a time: its high-water mark."""
     backend: Any
     """The Backend on this device, once it was asked for (`fompi.backends.cuda.backend_of`)."""
 

@@ -67,6 +67,7 @@ class Pool:
         self._lent: list[tuple[Slab, int]] = []
         self._awaited: deque[tuple[Any, list[tuple[Slab, int]]]] = deque()
         self._slabs: set[Slab] = set()
+        self._taken = self.most_nbytes = 0  # the bytes of blocks that are not free, and the most there were
         self.lock = threading.Lock()
 
     @property
@@ -83,6 +84,8 @@ class Pool:
                 self._add_slab(size)
                 blocks = self._free[size]
             slab, ptr = blocks.pop()
+            self._taken += size
+            self.most_nbytes = max(self.most_nbytes, self._taken)
         return Lease(self, slab, ptr, nbytes)
 
     def lent(self) -> list[tuple[Slab, int]]:
@@ -121,6 +124,7 @@ class Pool:
     def _add(self, blocks: list[tuple[Slab, int]]) -> None:
         for slab, ptr in blocks:
             self._free.setdefault(slab.block_nbytes, []).append((slab, ptr))
+            self._taken -= slab.block_nbytes
 
     def _add_slab(self, size: int) -> None:
         nbytes = SLAB_NBYTES if size < SLAB_NBYTES // 2 else size
@@ -132,6 +136,7 @@ class Pool:
             ptr = self._allocate_again(nbytes)
         slab = Slab(ptr, nbytes, size)
         self._slabs.add(slab)
+        self._taken += nbytes // size * size  # `_add` takes them off
         self._add([(slab, ptr + at) for at in range(0, nbytes - size + 1, size)])
 
     def _allocate_again(self, nbytes: int) -> int:

@@ -87,6 +87,7 @@ class DeviceMemory(Span):
         if not path:
             ctypes.memset(self.shadow, 0xFF, nbytes)  # NaN in every float type
             device.used += nbytes
+            device.most_nbytes = max(device.most_nbytes, device.used)
         self.size, self.is_own = size, not path
 
     @property
@@ -320,6 +321,7 @@ class SoftwareDevice(Staging):
     def __init__(self, seed: int = 0, delay: float = DELAY_SECONDS, check: bool = True, capacity: int = CAPACITY):
         super().__init__()
         self.capacity, self.used = capacity, 0
+        self.most_nbytes = 0
         self.seed, self.delay, self.checks = seed, delay, check
         self.clocks, self.numbers = Clocks(), count()
         self._failed_on = ""  # the stream of the kernel that has failed
