@@ -115,7 +115,7 @@ def test_memory_of_data_parallelism(world, monkeypatch):
     n = 4 * 4 * count
     for zero, capacity, bucket, words in (
         (0, 4.5 * n, n, "zero=2 keeps .* bytes less. zero=3 keeps .* bytes less"),
-        (2, 4.2 * n, n, r"the largest bucket has 4195328 bytes, and bucket_nbytes=\d+ would fit. zero=3 keeps"),
+        (2, 4.2 * n, n, r"the largest bucket has 2097664 bytes, and bucket_nbytes=\d+ would fit. zero=3 keeps"),
     ):
         device = SoftwareDevice(seed=world.rank, capacity=int(capacity))
         with pytest.raises((fompi.DeviceError, fompi.MismatchError), match=words):
