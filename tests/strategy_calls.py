@@ -186,7 +186,8 @@ def calls(comm, device=None):
     found = {
         "column, gelu": of(column, own(3 + rank, 4), own(4, 6), own(6), activation="gelu"),
         "column of all rows, swiglu": of(
-            column, drawn(5, 4), own(4, 6), own(6), activation="swiglu", sequence_parallel=False
+            column, *(a.astype(HALF) for a in (drawn(5, 4), own(4, 6), own(6))),
+            activation="swiglu", sequence_parallel=False,
         ),
         "column, half": of(column, own(3, 4, dtype=HALF), own(4, 6, dtype=HALF), activation="silu"),
         "row": of(row, own(7, 4), own(4, 5), drawn(5)),
