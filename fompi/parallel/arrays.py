@@ -155,7 +155,12 @@ def begin(operation: Operation[Any], text: str, *arrays: Any, dtype: str, **opti
     with in_turn():
         pending = operation.begin(arguments, comm, how)
     give_way()
-    pending.wait()
+    try:
+        pending.wait()
+    except Exception as error:
+        if getattr(error, "raised_by_all", None) is None:  # other ranks may have ended this call, and go on
+            section.begin(comm, pending.number)
+        raise
     section.begin(comm, pending.number)
     return pending
 

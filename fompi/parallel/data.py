@@ -138,6 +138,7 @@ class DataParallel:
         tensors: dict[str, Tensor] = {}
         counts: Sequence[int] = ()
         error: Exception | None = None
+        words = ""
         self._holders: dict[str, int | Array] = {}
         self._known: tuple[Communicator, ...] = ()  # the axes of a step that names none
         try:
@@ -153,6 +154,7 @@ class DataParallel:
             tensors = borrowed(params)
             counts = cut(tensors, bucket_nbytes)
             check_options(zero, self._holders, tensors, wire, wire_gather, feedback, ahead_nbytes, microbatches)
+            words = in_words(tensors)  # it reads the values
         except Exception as refusal:
             error = refusal
         how = repr(optimizer) if is_dataclass(optimizer) else type(optimizer).__name__
@@ -161,7 +163,7 @@ class DataParallel:
         options += f", {wire_gather=}" if wire_gather is not None else ""
         options += "" if self.replicas is None else f", {self.replicas.size} replicas"
         options += f", over={[axis.name for axis in self._known]}" if self._known else ""
-        text = f"DataParallel({how}, {options}, buckets of {[*counts]} parameters, {in_words(tensors)}"
+        text = f"DataParallel({how}, {options}, buckets of {[*counts]} parameters, {words}"
         text += f"{held_in_words(self._holders)})"
         agree_everywhere([(axis, text) for axis in (self.comm, *self._others())], error)
 
@@ -273,9 +275,9 @@ class DataParallel:
             bucket = self.buckets[self._cycle[self._at]]
             self._arrive(bucket)
             gathering = bucket.first_gathering if in_section else bucket.gathering
-            x = bucket.shard if self.zero == 3 else bucket.shard.copy()
-            bucket.gather = gathering.start(x=tensor_of(x, bucket.dtype))
+            x = tensor_of(bucket.shard if self.zero == 3 else bucket.shard.copy(), bucket.dtype)
             bucket.position, self._at, self._gathered = self._at, self._at + 1, self._gathered + 1
+            bucket.gather = gathering.start(x=x)  # after an error, too, this rank has taken part in it
 
     def _gather_ahead(self, position: int, in_section: bool = False) -> None:
         """Start what follows the bucket in use: `ahead_nbytes`, or two buckets, which are one with zero=3.
@@ -643,6 +645,8 @@ class DataParallel:
                     self._finish_cycle()
                 except MismatchError:  # another rank has refused before
                     begun = False
+                except refusals:
+                    self._give_up_cycle(refusals)
             if not begun:
                 self._at, self._gathered = 0, self._gathered - 1
             else:
@@ -657,6 +661,18 @@ class DataParallel:
             self._owed.append(error)
         self._reset()
         raise error
+
+    def _give_up_cycle(self, refusals: tuple[type[Exception], ...]) -> None:
+        """Take part in the gathers that are left, although each of them may fail on this rank: the others wait."""
+        for _ in range(2 * len(self._cycle)):  # the gather before may raise its error first
+            with suppress(*refusals):
+                self._gather_until(len(self._cycle) - 1)
+                break
+        for bucket in self.buckets:
+            with suppress(*refusals):
+                self._arrive(bucket)
+        if self.zero == 3:
+            self._at = 0
 
     def _with_remedy(self, error: Exception) -> Exception:
         """If a device has no more memory: the same with what would fit."""

@@ -14,6 +14,7 @@ in their next one. Then they make up what is missing, so that the next call is i
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -141,13 +142,15 @@ class Section:
     def end_by(self, error: BaseException) -> None:
         """Tell the other ranks how far this one has come, and begin to bring the calls of all ranks in step.
 
-        Where an agreement has ended by the error, all ranks raise it, in the same call. So nobody must hear of it.
+        Where the first agreement has ended by the error, all ranks raise it, in the same call. So nobody must hear of
+        it. Of a later one they must: they may wait for something else than this call.
         """
         if self.error is not None:
             return
-        self.error = error
+        self.error = without_frames(error)
         for channel, (comm, first) in self.begun.items():
-            if comm.closed or channel.broken is not None or getattr(error, "raised_by_all", None) is channel:
+            is_known = getattr(error, "raised_by_all", None) is channel and comm.calls == first
+            if comm.closed or channel.broken is not None or is_known:
                 continue
             words, origin = str(error), getattr(error, "world_origin", None)
             if origin is None:
@@ -190,6 +193,14 @@ class Section:
         while channel.ending is self and channel.broken is None and not channel.departed and perf_counter() < until:
             if not engine.progress() and not engine.receive_control():
                 sleep(1e-4)
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """The error without its traceback: the frames of that keep the tensors of the program."""
+    try:
+        return copy.copy(error)
+    except Exception:
+        return PeerError(in_words(error), -1)
 
 
 def _error_of(known: Ended, comm: Communicator) -> PeerError:

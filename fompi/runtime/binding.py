@@ -157,4 +157,11 @@ def bind(
         refusal = error
     text = f"bind({plan.problem} by {plan.schedule}, {parts_in_words(plan)}, window {plan.window}, {plan.sizes}){where}"
     agree(communicator, text, refusal)
-    return Executor(compiled, communicator, memory, backend, kernels)
+    if backend.device is None:
+        return Executor(compiled, communicator, memory, backend, kernels)
+    try:  # a device may have no more memory, events or streams
+        made = Executor(compiled, communicator, memory, backend, kernels)
+    except Exception as error:
+        refusal = error
+    agree(communicator, f"the events of {text}", refusal)
+    return made

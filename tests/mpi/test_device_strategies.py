@@ -7,6 +7,7 @@ error. The fake CUDA checks every call against those of CuPy.
 from __future__ import annotations
 
 import gc
+import time
 
 import numpy as np
 import pytest
@@ -182,3 +183,61 @@ def test_no_host_wait_in_a_step(world, comm, fakecuda, monkeypatch, path):
     gc.collect()
     comm.Barrier()
     device.close()
+
+
+FAULTY = ("row", "ring", "experts", "data 1", "pipeline")
+
+
+@pytest.mark.one_mpi
+@pytest.mark.skipif(fompi.Communicator().size != 2, reason="more ranks take longer and test nothing new")
+@pytest.mark.parametrize("name", FAULTY)
+def test_errors_of_cuda_at_each_call(world, comm, fakecuda, monkeypatch, name):
+    """One of the calls of CUDA fails on one rank: a typed error on all ranks, and all memory comes back."""
+    statuses, draw = {700: "IllegalAddress", 2: "memory", 999: "Unknown"}, np.random.default_rng(8)
+    monkeypatch.setenv("FOMPI_PATH", IPC if FAULTY.index(name) % 2 else STAGED)
+    names: list[str] = []
+    for case in range(1 + 4 * len(statuses)):
+        device, own = fakecuda.device(), fompi.Communicator(name=f"{name} {case}")
+        monkeypatch.setitem(dlpack.DEVICES, "cuda", lambda device=device: device)
+        call = strategy_calls.calls(own, device)[name]
+        status, failed, words = [*statuses][case % len(statuses)], False, ""
+        begun = len(device.runtime.log)
+        if case:
+            at = int(draw.integers(len(names)))
+            if world.rank == world.size - 1:
+                device.runtime.fails(names[at], names[: at + 1].count(names[at]), status)
+        try:
+            call(lambda x, device=device: fakecuda.as_cupy(device, x), fakecuda.of_cupy)
+            own.barrier()  # a rank that had done its part hears of the error in its next call
+        except fompi.FompiError as error:
+            failed, words = True, str(error)
+        struck = comm.bcast(bool(case) and not device.runtime.failures, world.size - 1)
+        every = comm.allgather(failed)
+        assert not any(every) or struck, (name, case, words)
+        if not case:
+            names = [
+                entry[0]
+                for entry in device.runtime.log[begun:]
+                if entry[0] not in ("numpy", "getDevice", "free", "malloc")
+            ]
+            names = comm.bcast(names, world.size - 1)
+        elif struck and any(every):
+            assert all(every), (name, case, names[at], status, every)
+        comm.Barrier()
+        for _ in range(100):  # messages of calls that have failed may be in flight
+            world.engine.progress_while_waiting()
+        time.sleep(0.05)  # the helper thread lets go of what it has driven
+        device.runtime.failures.clear()
+        device.runtime.sticky, device.fault = 0, None
+        del call, own
+        gc.collect()
+        comm.Barrier()
+        device.close()
+        gc.collect()
+        assert device.runtime.memory == {}, (
+            name,
+            case,
+            struck,
+            case and (names[at], status),
+            [b[1:3] for b in device.runtime.memory.values()],
+        )

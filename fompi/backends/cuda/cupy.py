@@ -318,7 +318,11 @@ class CudaDevice(Staging):
         """
         self.check_for_program()
         blocks = self.pool.lent()  # before the event
-        event = self._entry()
+        try:
+            event = self._entry()
+        except BaseException:
+            self.pool.put_back(blocks)
+            raise
         if blocks:
             self.pool.await_lent(blocks, event)
         return event

@@ -95,6 +95,11 @@ class Pool:
             blocks, self._lent = self._lent, []
         return blocks
 
+    def put_back(self, blocks: list[tuple[Slab, int]]) -> None:
+        """There is no event to await: the next call takes care of them."""
+        with self.lock:
+            self._lent += blocks
+
     def await_lent(self, blocks: list[tuple[Slab, int]], event: Any) -> None:
         """They are free once `event` is done. None: now."""
         with self.lock:
