@@ -14,6 +14,7 @@
 | `route` | the parts of such a layer, for experts of the user; `expert` has them too |
 | `heads`, `ulysses`, `ring` | tokens for heads; the attention of a slice of heads; keys and values that go round |
 | `differentiable` | what they have in common: a forward, a backward, and the adapters of torch and JAX |
+| `local` | the attention of a rank, by NumPy's functions, torch or a kernel of the user |
 | `attention` | attention of some queries over some keys, in tiles, on one rank |
 | `activations` | activations and their derivatives |
 | `repeated` | a call that a wrapper makes in every step: bound if it is small |

@@ -20,6 +20,7 @@ from fompi.base.doors import DOORS
 from fompi.base.errors import ArgumentError
 from fompi.base.nested import flatten
 from fompi.ops.operation import is_compiling
+from fompi.parallel import section
 from fompi.parallel.section import in_section
 from fompi.tensors import dlpack
 
@@ -58,7 +59,7 @@ class Differentiable:
         self.forward, self.backward = in_section(name)(forward), in_section(behind)(backward)
         self.tensors, self.inputs = tuple(tensors), inputs
         self._backward_input = backward_input and in_section(behind)(backward_input)
-        self._backward_weight = backward_weight and in_section(behind)(backward_weight)
+        self._backward_weight = backward_weight and in_section(behind)(_begun(backward_weight))
         self.__signature__ = inspect.signature(forward).replace(return_annotation=Any)  # y without `saved`
 
     def __call__(self, *args: Any, **options: Any) -> Any:
@@ -108,3 +109,13 @@ class Differentiable:
 
     def __repr__(self) -> str:
         return f"<{self.__module__}.{self.__name__}>"
+
+
+def _begun(backward_weight: Callable[[Any], Gradients]) -> Callable[[Any], Gradients]:
+    """It begins with no agreement: all ranks call it after the same calls. `rest` has what was saved first."""
+
+    def run(rest: Any) -> Gradients:
+        section.begin(rest[0].comm)
+        return backward_weight(rest)
+
+    return run

@@ -5,6 +5,7 @@
 | `device` | the protocols of a device, its streams and its events |
 | `software`, `races` | a device without hardware; its checker of races |
 | `cupy`, `driver` | a GPU of NVIDIA, by CuPy; how CUDA starts, or why it does not |
+| `computing` | functions of NumPy as kernels, on the arrays of the software device |
 | `staging`, `failures` | what both devices do alike: copies that wait; what follows after a kernel has failed |
 | `memory` | blocks of CUDA's memory, kept and used again |
 | `library` | what needs CuPy beyond its runtime: cuBLAS and compiled kernels |
