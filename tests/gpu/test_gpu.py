@@ -12,6 +12,7 @@ import calls
 import catalogue
 import numpy as np
 import pytest
+import strategy_calls
 from device_calls import result_of
 
 import fompi
@@ -108,3 +109,47 @@ def test_memory_of_other_libraries(world, cupy):
     for number, block in enumerate(blocks):
         y = fompi.all_gather(block[20:40], comm=world)
         assert y[::20, 0].get().tolist() == [rank * 10 + number for rank in range(world.size)]
+
+
+def compare(name, wanted, got):
+    """Products of cuBLAS are rounded in another order: 1e-4 of the largest number, and the steps of half types."""
+    within = 0.05 if any(word in name for word in ("half", "int8", "data 1", "data 3", "swiglu")) else 1e-4
+    for a, b in zip(wanted, got, strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert a.shape == b.shape, name
+        if a.size:
+            assert np.abs(a - b).max() <= within * max(1.0, np.abs(a).max()), name
+
+
+@pytest.mark.parametrize("name", [*strategy_calls.calls(fompi.Communicator())])
+def test_strategies_have_the_values_of_the_host(world, cupy, name):
+    wanted = strategy_calls.calls(world)[name](np.asarray, np.asarray)
+    calls = strategy_calls.calls(world, fompi.Device("cuda"))
+    for _ in range(2):
+        compare(name, wanted, calls[name](cupy.asarray, lambda x: x.get()))
+
+
+@pytest.mark.parametrize("name", [n for n in strategy_calls.calls(fompi.Communicator()) if "pipeline" not in n])
+def test_strategies_on_tensors_of_torch(world, cupy, name):
+    """In a stream of torch that CuPy does not know. The attention is torch's kernel for GPUs."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch has no GPU here")
+    torch.cuda.set_device(fompi.Device("cuda").number)
+
+    def up(x):
+        if x.dtype == strategy_calls.HALF:
+            return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16).cuda()
+        return torch.from_numpy(x).cuda()
+
+    def down(x):
+        return (x.float() if x.dtype == torch.bfloat16 else x).cpu().numpy()
+
+    def as_numbers(arrays):
+        return [np.asarray(a, np.float64) for a in arrays]
+
+    wanted = strategy_calls.calls(world)[name](np.asarray, np.asarray)
+    if "half" in name or name in ("data 1", "data 3", "column of all rows, swiglu"):
+        pytest.skip("the gradients of these calls are drawn in the dtype of NumPy")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        compare(name, wanted, as_numbers(strategy_calls.calls(world)[name](up, down)))
