@@ -26,6 +26,8 @@ import numpy as np
 
 from fompi.base.errors import StateError, in_words
 from fompi.plans.problems import Form
+from fompi.tensors import dlpack
+from fompi.tensors.device_array import DeviceArray
 from fompi.tensors.dlpack import STORAGE
 
 TARGET = "fompi"
@@ -72,7 +74,8 @@ _ErrorCreate = c.CFUNCTYPE(_P, _P)
 class _Api(c.Structure):
     _fields_ = (
         *(*_HEAD, ("version", _Version), ("internal", _P), ("error_create", _ErrorCreate)),
-        *(("others", _P * 4), ("type_register", _ErrorCreate), ("context_get", _P), ("state_set", _ErrorCreate)),
+        *(("others", _P * 3), ("stream_get", _ErrorCreate), ("type_register", _ErrorCreate)),
+        *(("context_get", _P), ("state_set", _ErrorCreate)),
     )
 
 
@@ -90,6 +93,10 @@ class _StateSet(c.Structure):
     """The words behind the context are (type, state, deleter) in the version 0.1, (stage, type, state) in 0.3."""
 
     _fields_ = (*_HEAD, ("context", _P), ("words", _P * 3))
+
+
+class _StreamGet(c.Structure):
+    _fields_ = (*_HEAD, ("context", _P), ("stream", _P))
 
 
 class _Error(c.Structure):
@@ -127,6 +134,10 @@ def register() -> None:
     address = c.cast(handler, _P).value
     stages = {"instantiate": jax.ffi.pycapsule(address), "execute": jax.ffi.pycapsule(_native(version) or address)}
     jax.ffi.register_ffi_target(TARGET, stages, platform="cpu", api_version=1)
+    on_device = _Handler(functools.partial(_handle, version, is_on_device=True))
+    _KEPT.append(on_device)
+    capsule = jax.ffi.pycapsule(c.cast(on_device, _P).value)
+    jax.ffi.register_ffi_target(TARGET, {"instantiate": capsule, "execute": capsule}, platform="CUDA", api_version=1)
 
 
 def _native(version: tuple[int, int]) -> int | None:
@@ -155,10 +166,11 @@ def _error(api: Any, error: BaseException) -> Any:
 _KEPT: list[Any] = []
 
 
-def _handle(version: tuple[int, int], address: int) -> Any:
+def _handle(version: tuple[int, int], address: int, is_on_device: bool = False) -> Any:
     """Answer XLA's question for the version, or run a site. Returns None, or an error of XLA.
 
-    The fields are read as words, which takes a few microseconds less than as structures.
+    On a GPU the addresses are those of its memory, and the call is in the order of XLA's stream. The fields are read as
+    words, which takes a few microseconds less than as structures.
     """
     frame = _FRAME.unpack(c.string_at(address, _FRAME.size))
     if frame[_EXTENSION]:
@@ -170,7 +182,16 @@ def _handle(version: tuple[int, int], address: int) -> Any:
     try:
         site = SITES[_word(_word(_word(frame[_ATTRIBUTES]) + 8))]
         if stage == EXECUTE:
-            site.run(_addresses(frame[_ARGUMENTS], len(site.given)), _addresses(frame[_RESULTS], len(site.results)))
+            given = _addresses(frame[_ARGUMENTS], len(site.given))
+            results = _addresses(frame[_RESULTS], len(site.results))
+            if not is_on_device:
+                site.run(given, results)
+                return None
+            api, stream = _Api.from_address(frame[_API]), _StreamGet(c.sizeof(_StreamGet), None, frame[_CONTEXT], None)
+            error = api.stream_get(c.addressof(stream))
+            if error:
+                return error
+            site.run_on_device(int(stream.stream or 0), given, results)
         elif stage == INSTANTIATE:
             return _keep(version, _Api.from_address(frame[_API]), frame[_CONTEXT], site)
     except BaseException as error:  # nothing above this frame could take an exception
@@ -244,6 +265,16 @@ class Target:
     def run(self, given: Sequence[int], results: Sequence[int]) -> None:
         """Run it on memory at these addresses."""
         self(list(map(array_at, given, self.given)), list(map(array_at, results, self.results)))
+
+    def run_on_device(self, stream: int, given: Sequence[int], results: Sequence[int]) -> None:
+        """Enqueue it on memory of a GPU, behind what XLA's stream has to do, which waits for the results."""
+        raise StateError(f"{type(self).__name__} is not for arrays of a GPU: call it outside of jax.jit")
+
+
+def array_on(device: Any, address: int, form: Form) -> Any:
+    """The memory of a device at this address as an array of this form. XLA owns it."""
+    array = DeviceArray.foreign(device, array_at(address, form), None)
+    return dlpack.lend(array, form.dtype, "device")
 
 
 @functools.lru_cache(maxsize=4096)

@@ -115,7 +115,8 @@ def register(primitive: Any, *, jvp: Any, transpose: Any = None, batch: Any, low
     if transpose is not None:
         ad.primitive_transposes[primitive] = transpose
     batching.primitive_batchers[primitive] = batch
-    mlir.register_lowering(primitive, lower, platform="cpu")
+    for platform in ("cpu", "cuda"):
+        mlir.register_lowering(primitive, lower, platform=platform)
 
 
 @functools.cache
@@ -208,7 +209,8 @@ def lower_with_own_token(primitive: Any, effect: Any) -> None:
         inner = ctx.replace(tokens_in=mlir.TokenSet({effect: create_token()}), tokens_out=None)
         return mlir.lower_fun(body)(inner, *operands)
 
-    mlir.register_lowering(primitive, lower, platform="cpu")
+    for platform in ("cpu", "cuda"):
+        mlir.register_lowering(primitive, lower, platform=platform)
 
 
 def outside_of_traces() -> Any:

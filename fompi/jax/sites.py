@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from fompi.backends.cuda import backend_of
 from fompi.backends.numpy import Numpy
 from fompi.base.doors import DOORS
 from fompi.base.errors import DtypeError, PlanError, TensorError
@@ -80,12 +82,35 @@ class Site(Target):
         gradient: str,
     ):
         self.operation, self.comm, self.call_options, self.gradient = operation, comm, call_options, gradient
+        self.pending: deque[Any] = deque()  # calls on a device that have started, and not ended
         self.given = list(map(form_of, arguments.tensors))
         self.arguments = arguments.with_tensors([...] * len(self.given))
         self.number = next(_NUMBERS)
         ffi.release()
         self._lock = threading.Lock()
         ffi.SITES[self.number] = self
+
+    def run_on_device(self, stream: int, given: Sequence[int], results: Sequence[int]) -> None:
+        """By an unbound call: the ranks agree each time. The host waits for messages, not for the device."""
+        with self._lock:
+            self.end_on_device(stream, self.begin_on_device(stream, given), results)
+
+    def begin_on_device(self, stream: int, given: Sequence[int]) -> Any:
+        """The operation in flight, on memory of the device at these addresses."""
+        device = dlpack.DEVICES["cuda"]()
+        device.arrived(stream)
+        tensors = [ffi.array_on(device, *each) for each in zip(given, self.given, strict=True)]
+        return self.operation.begin(self.arguments.with_tensors(tensors), self.comm, self.call_options)
+
+    def end_on_device(self, stream: int, pending: Any, results: Sequence[int]) -> None:
+        """Copy its results to these addresses, and let the stream wait for them."""
+        device = dlpack.DEVICES["cuda"]()
+        made = flatten(pending.wait())
+        targets = [ffi.array_on(device, *each) for each in zip(results, self.results, strict=True)]
+        pairs = [(to, x.reshape(to.shape)) for to, x in zip(targets, made, strict=True) if to.size]
+        if pairs:
+            backend_of(device).copy(*pairs)
+        device.lend_to(stream)
 
 
 def site_of(
@@ -256,6 +281,9 @@ class Start(Half):
         self.site.step.start()
         results[0][...] = self.site.number
 
+    def run_on_device(self, stream: int, given: Sequence[int], results: Sequence[int]) -> None:
+        self.site.pending.append(self.site.begin_on_device(stream, given))
+
 
 class End(Half):
     """Waits for the operation."""
@@ -266,6 +294,9 @@ class End(Half):
     def __call__(self, given: Sequence[Any], results: Sequence[Any]) -> None:
         self.site.step.wait()
         self.site.put(results)
+
+    def run_on_device(self, stream: int, given: Sequence[int], results: Sequence[int]) -> None:
+        self.site.end_on_device(stream, self.site.pending.popleft(), results)
 
 
 class MessageSite(Site):
