@@ -19,6 +19,7 @@ from typing import Any
 from fompi.base.doors import DOORS
 from fompi.base.errors import ArgumentError
 from fompi.base.nested import flatten
+from fompi.engine.communicator import Communicator
 from fompi.ops.operation import is_compiling
 from fompi.parallel import section
 from fompi.parallel.section import in_section
@@ -112,10 +113,12 @@ class Differentiable:
 
 
 def _begun(backward_weight: Callable[[Any], Gradients]) -> Callable[[Any], Gradients]:
-    """It begins with no agreement: all ranks call it after the same calls. `rest` has what was saved first."""
+    """It begins with no agreement: all ranks call it after the same calls. `rest` of a strategy has `saved` first."""
 
     def run(rest: Any) -> Gradients:
-        section.begin(rest[0].comm)
+        saved = rest[0] if isinstance(rest, tuple) and rest else None
+        if isinstance(comm := getattr(saved, "comm", None), Communicator):
+            section.begin(comm)
         return backward_weight(rest)
 
     return run
