@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.half import storage
-from fompi.backends.numbers import for_numpy, stored
+from fompi.backends.numbers import filled, for_numpy, stored
 from fompi.base.errors import (
     DtypeError,
     LayoutError,
@@ -672,8 +672,10 @@ def sender(comm: Communicator, tag: int) -> int | None:
 
 
 def _zeros_like(x: Tensor) -> Any:
-    array: Any = np.zeros(x.array.shape, storage(x.dtype))
-    return dlpack.lend(array if x.device is None else x.device.array(array), x.dtype, x)
+    zeros = filled(x.array.shape, storage(x.dtype), 0, for_numpy(x.array))
+    if x.device is not None:
+        x.device.meet()
+    return dlpack.lend(stored(zeros), x.dtype, x)
 
 
 def _checked(name: str, peers: Peers, comm: Communicator) -> tuple[int | None, int | None, int]:
