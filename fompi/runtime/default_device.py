@@ -1,4 +1,7 @@
-"""FOMPI_DEVICE: operations on tensors of the host run on a device. Inputs are copied to it, results are copied back."""
+"""FOMPI_DEVICE: operations and strategies on tensors of the host run on a device.
+
+Inputs are copied to it, results are copied back.
+"""
 
 from __future__ import annotations
 
