@@ -46,7 +46,7 @@ class StrategyCase:
     of: str
     ratios: Sequence[float]
     call: Callable[[], object]
-    bound: Callable[[float, float], float]
+    bound: Bound
     t_m_over_t_c: Callable[[float], float] = lambda ratio: ratio
     serial: Callable[[], object] | None = None
     close: Callable[[], object] = lambda: None
@@ -81,6 +81,52 @@ def round_trip(receive: Sequence[float], compute: Sequence[float], send: Sequenc
     return max(done, port_out)
 
 
+Bound = Callable[[float, float], float]
+"""The seconds that must be exposed, of T_c and T_m: the kernels alone, and the messages alone."""
+
+
+def zero_1_bound(t_c: float, t_m: float) -> float:
+    """The sums behind the backward, and the gathers behind the forward. Each bucket has its part of both."""
+    forward, backward, message = t_c / 3 / BUCKETS, 2 * t_c / 3 / BUCKETS, t_m / 2 / BUCKETS
+    sums = sent([backward] * BUCKETS, [message] * BUCKETS)
+    gathers = received([message] * BUCKETS, [forward] * BUCKETS)
+    return sums + gathers - t_c
+
+
+def block_bound(size: int) -> Bound:
+    """An operation with one product, in slices: one slice of one shard is behind nothing, or before nothing."""
+    return lambda t_c, t_m: max(0.0, t_m - (1 - 1 / size / MOST_SLICES) * t_c)
+
+
+def ring_bound(size: int) -> Bound:
+    """The blocks arrive behind each other, the first one is here."""
+    return lambda t_c, t_m: received([0.0, *[t_m / (size - 1)] * (size - 1)], [t_c / size] * size) - t_c
+
+
+def ulysses_bound(size: int) -> Bound:
+    """The flow of size x size pieces of queries and keys through the port in, the attention and the port out."""
+
+    def bound(t_c: float, t_m: float) -> float:
+        piece, arrive, leave = t_c / size**2, 0.75 * t_m / (size - 1), 0.25 * t_m / (size - 1)
+        receive = [0.0, *[arrive] * (size - 1), *[0.0] * (size - 1)]
+        compute = [(2 * i + 1) * piece for i in range(size - 1)] + [size * piece, *[piece] * (size - 1)]
+        send = [0.0] * (size - 1) + [leave] * (size - 1) + [0.0]
+        return round_trip(receive, compute, send) - t_c
+
+    return bound
+
+
+def experts_bound(size: int) -> Bound:
+    """Half of the own rows first, half last, those of other ranks as they arrive."""
+
+    def bound(t_c: float, t_m: float) -> float:
+        arrive = [0.0, *[t_m / 2 / (size - 1)] * (size - 1), 0.0]
+        compute = [t_c / size / 2, *[t_c / size] * (size - 1), t_c / size / 2]
+        return round_trip(arrive, compute, arrive) - t_c
+
+    return bound
+
+
 # ------------------------------------------------------------------------------------------------------------- cases
 
 BUCKETS, BUCKET_NBYTES = 8, 1 << 20
@@ -106,14 +152,8 @@ def zero_1(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
             dp.ready(name, gradients[name])
         dp.step()
 
-    def bound(t_c: float, t_m: float) -> float:
-        forward, backward, message = t_c / 3 / BUCKETS, 2 * t_c / 3 / BUCKETS, t_m / 2 / BUCKETS
-        sums = sent([backward] * BUCKETS, [message] * BUCKETS)
-        gathers = received([message] * BUCKETS, [forward] * BUCKETS)
-        return sums + gathers - t_c
-
     accelerator.comms += [dp._sums, dp._gathers]
-    return StrategyCase("ZeRO-1", "g / b", (0.5, 0.9), step, bound, lambda r: 4 / 3 * r, close=dp.close)
+    return StrategyCase("ZeRO-1", "g / b", (0.5, 0.9), step, zero_1_bound, lambda r: 4 / 3 * r, close=dp.close)
 
 
 ROWS, WIDTH, FEATURES = 1024, 2048, 1024
@@ -132,10 +172,7 @@ def tpsp_block(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
         h = spend(accelerator, product, all_gather(x, comm=comm), w1)
         reduce_scatter(spend(accelerator, product, h, w2), comm=comm)
 
-    def bound(t_c: float, t_m: float) -> float:
-        return max(0.0, t_m - (1 - 1 / comm.size / MOST_SLICES) * t_c)
-
-    return StrategyCase("TP+SP block", "T_m / T_c", (0.56, 1.0), call, bound, serial=serial)
+    return StrategyCase("TP+SP block", "T_m / T_c", (0.56, 1.0), call, block_bound(comm.size), serial=serial)
 
 
 MOST_SLICES = 8
@@ -187,11 +224,9 @@ def ring(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
     def call() -> None:
         ring_attention(q, k, v, sharding, comm=comm)
 
-    def bound(t_c: float, t_m: float) -> float:
-        block = t_m / (size - 1)
-        return received([0.0, *[block] * (size - 1)], [t_c / size] * size) - t_c
-
-    return StrategyCase("ring attention", "k / a", (0.5, 1.0, 1.3), call, bound, lambda r: r * (size - 1) / size)
+    return StrategyCase(
+        "ring attention", "k / a", (0.5, 1.0, 1.3), call, ring_bound(size), lambda r: r * (size - 1) / size
+    )
 
 
 def ring_backward(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
@@ -243,19 +278,12 @@ def _computes_on(accelerator: Accelerator, mesh: Mesh) -> Mesh:
 
 def _ulysses(comm: Communicator, what: str) -> StrategyCase:
     q, k, v = _qkv(comm, TOKENS)
-    sharding, size = Sharding(TOKENS, ulysses=comm.size), comm.size
+    sharding = Sharding(TOKENS, ulysses=comm.size)
 
     def call() -> None:
         ulysses_attention(q, k, v, sharding, comm=comm)
 
-    def bound(t_c: float, t_m: float) -> float:
-        piece, arrive, leave = t_c / size**2, 0.75 * t_m / (size - 1), 0.25 * t_m / (size - 1)
-        receive = [0.0, *[arrive] * (size - 1), *[0.0] * (size - 1)]
-        compute = [(2 * i + 1) * piece for i in range(size - 1)] + [size * piece, *[piece] * (size - 1)]
-        send = [0.0] * (size - 1) + [leave] * (size - 1) + [0.0]
-        return round_trip(receive, compute, send) - t_c
-
-    return StrategyCase(what, "T_m / T_c", (0.5, 1.0), call, bound)
+    return StrategyCase(what, "T_m / T_c", (0.5, 1.0), call, ulysses_bound(comm.size))
 
 
 DEALT: dict[str, Any] = {"schedule": "direct", "slices": 4}
@@ -322,17 +350,12 @@ def experts(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
 
     Bound: the flow of these pieces through the port in, the experts and the port out.
     """
-    size, tensors = comm.size, _experts(comm)
+    tensors = _experts(comm)
 
     def call() -> None:
         moe(*tensors, k=CHOSEN, comm=comm)
 
-    def bound(t_c: float, t_m: float) -> float:
-        arrive = [0.0, *[t_m / 2 / (size - 1)] * (size - 1), 0.0]
-        compute = [t_c / size / 2, *[t_c / size] * (size - 1), t_c / size / 2]
-        return round_trip(arrive, compute, arrive) - t_c
-
-    return StrategyCase("mixture of experts", "(Md + Mc) / G", (0.4, 0.6, 0.8, 1.0), call, bound)
+    return StrategyCase("mixture of experts", "(Md + Mc) / G", (0.4, 0.6, 0.8, 1.0), call, experts_bound(comm.size))
 
 
 def _experts(comm: Communicator) -> list[Array]:

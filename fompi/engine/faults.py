@@ -196,7 +196,7 @@ def _leave(engine: Engine) -> None:
     seconds = min(engine.timeout, BROKEN_SECONDS) if broken else engine.timeout
     for channel in channels:
         channel.send_all(LEFT, 0, f"rank {channel.link.rank} has ended; its last call was {engine.last_call}")
-    _drive(engine, lambda: any(channel.can_finish() for channel in channels), seconds)
+    _drive(engine, lambda: any(channel.can_finish() for channel in _with_peers(channels)), seconds)
     for channel in channels:
         channel.send_all(GONE, 0)
     _drive(engine, lambda: bool(_not_gone(channels, False)), seconds)
@@ -216,8 +216,18 @@ def _not_gone(channels: Sequence[Channel], is_left: bool) -> set[int]:
 
     `is_left`: on those that this rank has left by an error. A rank that has closed such a channel says nothing on it.
     """
-    gone = {channel.link.world_ranks[rank] for channel in channels for rank in list(channel.gone)}
-    return {rank for channel in channels if channel.is_left == is_left for rank in channel.not_gone()} - gone
+    return {rank for channel in channels if channel.is_left == is_left for rank in channel.not_gone()} - _gone(channels)
+
+
+def _with_peers(channels: Sequence[Channel]) -> list[Channel]:
+    """Those on which another rank still finishes calls."""
+    gone = _gone(channels)
+    return [channel for channel in channels if {*channel.link.world_ranks} - gone - {world()[0]}]
+
+
+def _gone(channels: Sequence[Channel]) -> set[int]:
+    """The world ranks that have said on one of these channels that they are gone."""
+    return {channel.link.world_ranks[rank] for channel in channels for rank in list(channel.gone)}
 
 
 def _drive(engine: Engine, unfinished: Callable[[], bool], seconds: float) -> None:

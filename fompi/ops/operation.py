@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from inspect import Parameter, Signature, signature
 from typing import Any, Generic, NamedTuple, ParamSpec, TypedDict
 
+from fompi.backends.cuda import backend_of
 from fompi.base.doors import DOORS
 from fompi.base.errors import ArgumentError, LaunchError, LayoutError, PlanError, TensorError, of_signature
 from fompi.base.layout import Slices
@@ -204,6 +205,8 @@ class Operation(Generic[P]):
             local = localise(self.name, arguments, communicator.rank, communicator.size, wire)
             if call_options is not _DEFAULTS:
                 slices = _checked(call_options).slices
+            if local.device is not None:  # its streams are made before the call begins here
+                backend_of(local.device), communicator.paths(local.device)
             if (schedule, slices) != ("auto", None):  # "auto" uses direct if no other schedule can have such slices
                 program_of(communicator, local, "direct" if schedule == "auto" else schedule, slices)
         except Exception as error:  # this rank still takes part in the handshake, so that the other ranks do not wait

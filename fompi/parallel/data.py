@@ -397,8 +397,8 @@ class DataParallel:
                 gradient = filled(bucket.size, bucket.wide, 0, bucket.master)
             if bucket.feedback is not None:
                 bucket.feedback.give_back(gradient)
-            bucket.sum = bucket.summing.start(x=tensor_of(gradient, bucket.wide))
-            self._next -= 1
+            self._next, bucket.sum = self._next - 1, bucket.summing  # after an error, too, this rank has taken part
+            bucket.summing.start(x=tensor_of(gradient, bucket.wide))
             for later in self.buckets[self._next + 2 :]:
                 if later.sum is not None and later.sum.done():
                     self._collect(later)

@@ -37,13 +37,11 @@ class Unbound:
     _call: Pending | Exception | None = None
     """The last call, or the error with which this rank has refused it. None: no call, or its result was taken."""
 
-    _is_over = True  # nothing waits for the last call any more
-
     def __init__(self, operation: Operation[Any], comm: Communicator, options: dict[str, Any]):
         self._operation, self._comm, self._options = operation, comm, options
 
     def start(self, *, x: Any) -> Self:
-        self._call, self._is_over = None, False
+        self._call = None
         try:
             self._call = self._operation.start(x, comm=self._comm, **self._options)
         except Exception as error:  # this rank has taken part in the call by refusing it
@@ -52,10 +50,9 @@ class Unbound:
         return self
 
     def refuse(self, error: Exception) -> None:
-        if self._is_over or self._call is None:
-            self._call, self._is_over = error, False
-            with suppress(type(error)):
-                self._operation.refuse(error, self._comm)
+        self._call = error
+        with suppress(type(error)):
+            self._operation.refuse(error, self._comm)
 
     def close(self) -> None:
         """It has no memory."""
@@ -65,7 +62,7 @@ class Unbound:
 
     def wait(self) -> Any:
         """The result of the call, which is not kept. An error is raised each time."""
-        call, self._is_over = self._call, True
+        call = self._call
         if isinstance(call, Exception):
             raise call
         if call is None:

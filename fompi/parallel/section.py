@@ -180,6 +180,7 @@ class Section:
                 Agreement(comm, stamp, 0, lambda: self.name, (0,) * comm.size, refusal=refusal).start()
             for peer, ended in known.items():
                 messages.catch_up(comm, peer, ended.sent, ended.received, refusal)
+        comm.engine.wake_helper()  # these calls end while the program does something else
 
     def before_call(self, comm: Communicator) -> None:
         """A call begins on `comm`, on which the end of this section is not complete."""

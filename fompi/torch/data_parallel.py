@@ -134,12 +134,11 @@ class GradientBucket:
             parameter.grad = view.detach()
         self.used[i] = parameter.grad is not None
 
-    def leave(self) -> None:
-        """Start the sum."""
+    def give_back(self) -> None:
+        """Add what messages of earlier steps have lost."""
         if self.feedback is not None:
             x = dlpack.borrow(self.flat).array
             self.feedback.give_back(x, self.dtype)
-        self.sum = self.mean.start(x=self.flat)
 
     def settle(self) -> None:
         """Wait for the sum. The gradients become the mean. A parameter that no rank has used keeps none."""
@@ -348,8 +347,9 @@ class DistributedDataParallel(Wrapper):
         bucket = self._buckets[self._left]
         for i in bucket.missing:  # not in this backward; it may have a gradient of an earlier one
             bucket.take(i)
-        bucket.leave()
-        self._left += 1
+        bucket.give_back()
+        self._left, bucket.sum = self._left + 1, bucket.mean  # after an error, too, this rank has taken part in it
+        bucket.mean.start(x=bucket.flat)
 
     def _finish(self) -> None:
         """The end of a backward: the other buckets leave, and all sums arrive."""
