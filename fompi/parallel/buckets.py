@@ -147,6 +147,7 @@ class Bucket:
         full = np.concatenate([t.array.reshape(-1) for t in params.values()])
         self.full: Array | None = full if zero < 3 else None
         self.shard = full[self.begin : self.end] if zero < 3 else full[self.begin : self.end].copy()
+        self.apart = self.shard  # a copy, where a gather is bound: its input and its result share no memory
         self.wire = wire_of(wire, self.dtype)
         self.arrived = self.shard.copy() if self.wire and zero < 3 else None  # the shard, as the last gather brought it
         self.master = self.shard if self.wide == self.dtype else widen(self.shard, self.dtype)

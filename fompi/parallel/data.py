@@ -64,7 +64,7 @@ from fompi.parallel.buckets import (
     kept_nbytes,
 )
 from fompi.parallel.optimizers import SGD, AdamW, Optimizer, State
-from fompi.parallel.repeated import Unbound, repeated
+from fompi.parallel.repeated import Unbound, is_bound, repeated
 from fompi.parallel.saved import load_state, whole_state
 from fompi.parallel.section import Section
 from fompi.tensors.dlpack import Tensor
@@ -187,6 +187,8 @@ class DataParallel:
                 if feedback:
                     lost = filled(bucket.size, bucket.wide, 0, bucket.master)
                     bucket.feedback = Feedback(self.wire, self.comm.size, self.comm.rank, lost)
+                if zero and bucket.full is not None and is_bound(bucket.full.nbytes):
+                    bucket.apart = bucket.shard.copy()
                 self._states |= {name: optimizer.state(bucket.master[bucket.own(name)]) for name in bucket.names}
         except OutOfMemory as refusal:
             error = in_less_memory(refusal, self._sizes, zero, self.comm.size)
@@ -227,7 +229,7 @@ class DataParallel:
             bucket.summing = Unbound(reduce_scatter, comm, {"out": out, **how})
         if self.zero in (1, 2):
             assert bucket.full is not None
-            x, out = (tensor_of(a, bucket.dtype) for a in (bucket.shard.copy(), bucket.full))
+            x, out = (tensor_of(a, bucket.dtype) for a in (bucket.apart, bucket.full))
             bucket.gathering = repeated(all_gather, bucket.full.nbytes, x, out=out, comm=self._gathers, **carried)
             bucket.first_gathering = Unbound(all_gather, self._gathers, {"out": out, **carried})
         elif self.zero:

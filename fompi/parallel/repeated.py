@@ -25,10 +25,15 @@ def repeated(operation: Operation[Any], nbytes: int, x: Any, *, comm: Communicat
 
     `start(x=...)` begins one call, `wait()` returns its result, and `refuse(error)` takes part in it with an error.
     """
-    if nbytes <= MOST_BOUND_NBYTES:
+    if is_bound(nbytes):
         bound: BoundCall = operation.bind(x, comm=comm, **options)
         return bound
     return Unbound(operation, comm, options)
+
+
+def is_bound(nbytes: int) -> bool:
+    """True if such a call is bound. Then it keeps the memory of its messages."""
+    return nbytes <= MOST_BOUND_NBYTES
 
 
 class Unbound:

@@ -114,7 +114,7 @@ SHARED = "shared memory: no wire"
 @pytest.mark.timeout(120)
 def test_fused(mpirun):
     """Each operation runs with overlap, without it and in slices. Rows have limits, and the last row sums them up."""
-    done = mpirun(2, "-m", "fompi", "bench", "fused", "--quick", "--rounds", "2", "--json", seconds=110)
+    done = mpirun(2, "-m", "fompi", "bench", "fused", "--quick", "--rounds", "1", "--json", seconds=110)
     assert done.returncode == 0, done.output
     *rows, summary = json.loads(done.stdout)["rows"]
     assert [row["what"].split(",")[0] for row in rows] == list(peers.OPERATIONS)
@@ -138,7 +138,7 @@ def test_fused(mpirun):
 @pytest.mark.timeout(120)
 def test_papers(mpirun):
     """One setting of the paper, with kernels that take their time and no core. The rows do not divide by 3."""
-    command = ["bench", "papers", "--row", "0.56", "--quick", "--rounds", "2", "--json"]
+    command = ["bench", "papers", "--row", "0.56", "--quick", "--rounds", "1", "--json"]
     done = mpirun(3, "-m", "fompi", *command, seconds=110)
     assert done.returncode == 0, done.output
     rows = json.loads(done.stdout)["rows"]

@@ -36,9 +36,9 @@ def compare(name, wanted, got):
 
 def close(device, world, comm):
     """Give all memory back. The helper thread holds for a moment what it has driven."""
-    for turn in range(50):
+    for turn in range(200):
         world.engine.progress_while_waiting()
-        time.sleep(0.02)
+        time.sleep(0.005)
         gc.collect()
         if turn > 2 and all(nbytes >= SLAB_NBYTES for _, nbytes, *_ in device.runtime.memory.values()):
             break  # the arrays of the program are gone
@@ -127,7 +127,7 @@ def test_memory_of_data_parallelism(world, monkeypatch):
     n = 4 * 4 * count
     for zero, capacity, bucket, words in (
         (0, 4.5 * n, n, "zero=2 keeps .* bytes less. zero=3 keeps .* bytes less"),
-        (2, 4.2 * n, n, r"the largest bucket has 2097664 bytes, and bucket_nbytes=\d+ would fit. zero=3 keeps"),
+        (2, 4.05 * n, n, r"the largest bucket has 2097664 bytes, and bucket_nbytes=\d+ would fit. zero=3 keeps"),
     ):
         device = SoftwareDevice(seed=world.rank, capacity=int(capacity))
         with pytest.raises((fompi.DeviceError, fompi.MismatchError), match=words):
@@ -232,7 +232,7 @@ def test_errors_of_cuda_at_each_call(world, comm, fakecuda, monkeypatch, name):
             names = [
                 entry[0]
                 for entry in device.runtime.log[begun:]
-                if entry[0] not in ("numpy", "getDevice", "free", "malloc")
+                if entry[0] not in ("numpy", "getDevice", "free", "malloc", "eventQuery")
             ]
             names = comm.bcast(names, world.size - 1)
         elif struck and any(every):
