@@ -14,6 +14,7 @@
 | `peers.py`       | suite: fused operations beside gloo, JAX and mpi4py                                        |
 | `planner.py`     | suite: the planner's choices and predictions                                               |
 | `adapt.py`       | suite: a link that drops while a job runs                                                  |
+| `device.py`      | the suites on the buffers of a device; `device_strategies.py`: strategies and steps on one |
 | `overhead.py`    | suite: what a call costs above the bare messages                                           |
 | `ddp.py`         | suite: DistributedDataParallel over fompi and over gloo, ten shapes                        |
 | `c10d.py`        | suite: the verbs of torch.distributed over gloo and over fompi, and MPI's own              |

@@ -26,6 +26,9 @@ SUITES = (
 DEVICES = ("cuda", "software")
 """What `--device` may be: the module `device` of this room measures it."""
 
+ON_DEVICES = ("fused", "collectives", "parallel", "step")
+"""The suites that have rows on a device."""
+
 PRINTED = "-"
 """In place of a file's name: print it."""
 
@@ -38,7 +41,9 @@ WITHOUT_SUMMARY = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("suite", nargs="?", choices=SUITES)
     parser.add_argument("--like", metavar="M,K,N", help="the same as `try M,K,N`; with --device: the shape")
-    parser.add_argument("--device", choices=DEVICES, help="overlapped operations on buffers of a device")
+    parser.add_argument(
+        "--device", choices=DEVICES, help="on buffers of a device: fused (or no suite), collectives, parallel, step"
+    )
     parser.add_argument("--ranks", type=int, default=2, help="outside of mpirun: how many to start (2)")
     parser.add_argument("--rounds", type=int, default=15, help="turns of every contestant (15)")
     parser.add_argument("--row", metavar="WORDS", default="", help="only the rows with these words in their name")
@@ -54,14 +59,17 @@ def run(options: argparse.Namespace) -> int:
     """Measure on all ranks. Rank 0 prints the table and writes the files that are named."""
     if options.rounds < 1 or options.ranks < 1:
         raise UsageError("bench: --rounds and --ranks are 1 or more")
-    if options.device is not None and options.suite is not None:
-        raise UsageError("bench: --device is a suite of its own: name no other")
+    suite = options.suite or "fused"
+    if options.device is not None and suite not in ON_DEVICES:
+        raise UsageError(f"bench: --device has these suites: {', '.join(ON_DEVICES)}")
+    if options.device is not None and options.like is not None and suite != "fused":
+        raise UsageError("bench: --like with --device is the shape of fused operations")
     if options.like is not None and options.device is None:
         return trial.run_shape(options.like, options.ranks, options.rounds, options.json)
     name = options.suite if options.device is None else "device"
     if name is None:
         raise UsageError(f"bench: name a suite ({', '.join(SUITES)}), a --device, or a shape with --like M,K,N")
-    if options.row and name not in WITHOUT_SUMMARY:
+    if options.row and name not in (*WITHOUT_SUMMARY, "device"):
         raise UsageError(f"bench: --row selects rows of these suites: {', '.join(WITHOUT_SUMMARY)}")
     if options.ranks > 1 and (status := trial.on_own_ranks(options.ranks)) is not None:
         return status
@@ -71,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
         agree(comm, f"bench {name}", refusal(comm.rank, json, markdown, plot))
         with Progress.of_rank(comm.rank, f"bench {name}") as progress:
             measure = Options(options.rounds, options.quick, progress, options.row)
-            more = () if options.device is None else (options.device, options.like)
+            more = () if options.device is None else (options.device, options.like, suite)
             rows = import_module(f"fompi.bench.{name}").rows(comm, measure, *more)
         if not rows:
             raise FompiError(f"bench {name}: no row has {options.row!r} in its name")

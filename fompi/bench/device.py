@@ -1,16 +1,26 @@
-"""Overlapped operations on device buffers: mpirun -n 2 python -m fompi bench --device cuda
+"""The suites on the buffers of a device: mpirun -n 2 python -m fompi bench [SUITE] --device cuda
 
-A row compares the bound operation by several schedules with the unfused one, with its product alone, and with its
-messages alone, in interleaved rounds. All tensors are on the device. A time lasts from the call to the end of the last
-kernel of the slowest rank. The limit of a row is max(product, messages), the median of what each round allows.
+| suite                    | a row                                                                                     |
+|--------------------------|-------------------------------------------------------------------------------------------|
+| `fused`, or none         | a bound operation by several schedules, unfused, its product alone and its messages alone |
+| `collectives`            | a collective, MPI's own through host memory, and the copies that the path needs           |
+| `parallel`, `step`       | strategies and whole steps (`device_strategies`)                                          |
 
-`--device software` runs the same on the software device. Its times say nothing of any GPU.
+Contestants take turns in interleaved rounds. All tensors are on the device. A time lasts from the call to the end of
+the last kernel of the slowest rank. The limit of a fused row is max(product, messages), the median of what each round
+allows. That of a collective is the copies alone.
+
+`--device software` runs the same on the software device, whose checker raises races at the end. Its times say nothing
+of any GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from statistics import median
 from time import sleep
 from typing import Any, NamedTuple
@@ -19,10 +29,12 @@ import numpy as np
 
 import fompi
 from fompi.backends.cuda import Device, backend_of
+from fompi.backends.numbers import for_numpy
 from fompi.base.errors import WaitTimeout
 from fompi.base.layout import Partial, Shard, Spec
+from fompi.bench import collectives
 from fompi.bench.cluster import TcpHosts
-from fompi.bench.collectives import progress
+from fompi.bench.collectives import DEFAULT, progress
 from fompi.bench.options import Options, shape_of
 from fompi.cli.output import UsageError
 from fompi.engine.handshake import agree
@@ -47,11 +59,55 @@ OVERLAPPED = {"ring": ("ring", 1), "direct": ("direct", 1), "direct, 2 slices": 
 NOT_A_GPU = "software device: no times of a GPU"
 
 
+class Bench:
+    """The device of this rank, and what a row says of it."""
+
+    def __init__(self, kind: str, comm: Any):
+        self.device, self.is_software = device_for(kind, comm), kind == "software"
+        self.marks = (NOT_A_GPU,) if self.is_software else ()
+        self._rank = comm.rank
+
+    def up(self, a: np.ndarray) -> Any:
+        """The array on the device, for NumPy's functions."""
+        return for_numpy(self.device.array(a))
+
+    def drawn(self, *shape: int, seed: int | None = None) -> Any:
+        """Small random numbers on the device. With a `seed` all ranks have the same."""
+        random = np.random.default_rng(self._rank if seed is None else seed)
+        return self.up(random.standard_normal(shape, np.float32) / np.float32(16))
+
+    def setup(self, comm: Any, cluster: TcpHosts) -> str:
+        """Where a row ran, in words."""
+        return f"{card(self.device)}; {comm.paths(self.device).title}; {cluster}"
+
+
+def finished(device: Any, call: Callable[[], object], seconds: float) -> Callable[[], object]:
+    """The call with a wait for all that it has enqueued in the caller's stream, for at most `seconds`."""
+    backend = backend_of(device)
+
+    def run() -> object:
+        result = call()
+        wait_for(device, backend.entry(), seconds)
+        return result
+
+    return run
+
+
+def wait_for(device: Any, token: Any, seconds: float) -> None:
+    """Wait until the token is done. None is done."""
+    waits = 0
+    while token is not None and not token.done():
+        sleep(1e-5)
+        waits += 1
+        if waits * 1e-5 > seconds:
+            raise WaitTimeout(f"the kernels on {device!r} are not done after {seconds:g} s")
+
+
 def device_for(kind: str, comm: Any) -> Any:
     """The device of this rank. Collective: an error of one rank is raised on all."""
     device, refusal = None, None
     try:
-        device = Device(kind, seed=comm.rank, check=False, delay=0.0) if kind == "software" else Device(kind)
+        device = Device(kind, seed=comm.rank, delay=0.0) if kind == "software" else Device(kind)
     except Exception as error:
         refusal = error
     agree(comm, f"bench --device {kind}", refusal)
@@ -67,22 +123,35 @@ def card(device: Any) -> str:
     return f"{name}, driver for CUDA {runtime.driverGetVersion()}, CuPy for {runtime.runtimeGetVersion()}"
 
 
-def rows(comm: Any, options: Options, kind: str, like: str | None = None) -> list[Row]:
-    """One row for each operation. Raises ShapeError, or UsageError if the ranks do not divide the shape."""
-    fits = SOFTWARE_SHAPE if kind == "software" else QUICK_SHAPE if options.quick else SHAPE
+def rows(comm: Any, options: Options, kind: str, like: str | None = None, suite: str = "fused") -> list[Row]:
+    """The rows of a suite. Raises ShapeError, or UsageError if the ranks do not divide the shape of `fused`."""
+    bench, found = Bench(kind, comm), list[Row]()
+    if suite == "fused":
+        found = fused(comm, options, bench, like)
+    elif suite == "collectives":
+        found = moved(comm, options, bench)
+    else:
+        found = import_module("fompi.bench.device_strategies").rows(comm, options, bench, suite)
+    if bench.is_software:
+        bench.device.check()  # it raises the races
+    return found
+
+
+def fused(comm: Any, options: Options, bench: Bench, like: str | None) -> list[Row]:
+    """One row for each operation."""
+    fits = SOFTWARE_SHAPE if bench.is_software else QUICK_SHAPE if options.quick else SHAPE
     m, k, n = fits if like is None else shape_of(like)
     size = comm.size
     if m % size or n % size or k % size:
         raise UsageError(f"bench --device: {size} ranks must divide M, K and N, not {m},{k},{n}")
-    device = device_for(kind, comm)
     gathered = Spec((m, k), "float32", Shard(0)), Spec((k, n), "float32", Shard(1))
     summed = Spec((m, k), "float32", Shard(1)), Spec((k, n), "float32", Shard(0))
-    moved = Spec((m, k), "float32", Shard(0)), Spec((m, n), "float32", Partial())
+    exchanged = Spec((m, k), "float32", Shard(0)), Spec((m, n), "float32", Partial())
     cases = {
-        OPERATIONS[0]: DeviceCase(gathered, ((m // size, k), (k, n // size)), fompi.all_gather, moved[0]),
-        OPERATIONS[1]: DeviceCase(summed, ((m, k // size), (k // size, n)), fompi.reduce_scatter, moved[1]),
+        OPERATIONS[0]: DeviceCase(gathered, ((m // size, k), (k, n // size)), fompi.all_gather, exchanged[0]),
+        OPERATIONS[1]: DeviceCase(summed, ((m, k // size), (k // size, n)), fompi.reduce_scatter, exchanged[1]),
     }
-    return [measured(comm, device, options.rounds, name, cases[name]) for name in options.progress.each([*cases])]
+    return [measured(comm, bench, options.rounds, name, cases[name]) for name in options.each([*cases])]
 
 
 class DeviceCase(NamedTuple):
@@ -94,9 +163,9 @@ class DeviceCase(NamedTuple):
     moved: Spec
 
 
-def measured(comm: Any, device: Any, rounds: int, name: str, case: DeviceCase) -> Row:
+def measured(comm: Any, bench: Bench, rounds: int, name: str, case: DeviceCase) -> Row:
     """The row of one operation."""
-    operation, size = getattr(fompi, name), comm.size
+    operation, size, device = getattr(fompi, name), comm.size, bench.device
     random = np.random.default_rng(comm.rank)
     x, w = (random.standard_normal(shape, np.float32) for shape in case.shapes)
     reference = operation(x, w, comm=comm, schedule="unfused")
@@ -130,7 +199,7 @@ def measured(comm: Any, device: Any, rounds: int, name: str, case: DeviceCase) -
         alone = fompi.plan(case.exchange, case.moved, ranks=size, schedule="direct")
         contestants[MESSAGES] = step_of(alone, x=device.array(np.ones(exchanged, np.float32)))
         samples = alternate(mpi, contestants, rounds, idle=cluster.idle)
-        setup, path = str(cluster), comm.paths(device).title
+        setup = bench.setup(comm, cluster)
     limits = [max(pair) for pair in zip(samples[PRODUCT], samples[MESSAGES], strict=True)]
     figures = [
         ratio(f"{best} / {LIMIT}", samples[best], limits, limit=1.0),
@@ -138,14 +207,14 @@ def measured(comm: Any, device: Any, rounds: int, name: str, case: DeviceCase) -
     ]
     return Row(
         f"{name} {m},{k},{n} float32",
-        f"{card(device)}; {path}; {setup}",
+        setup,
         samples,
         base=UNFUSED,
         limits={LIMIT: median(limits)},
         figures=figures,
         errors=errors,
         progress=progress(comm),
-        marks=(NOT_A_GPU,) if device.key == "software" else (),
+        marks=bench.marks,
     )
 
 
@@ -161,12 +230,72 @@ def product_alone(device: Any, shape: tuple[int, int, int], seconds: float) -> C
     c = device.empty((m, n), np.float32)
     launch = backend_of(device).bind("matmul", [a, b], [c], ["float32"] * 2, ["float32"])
 
-    def call() -> None:
-        token, waits = launch([]), 0
-        while not token.done():
-            sleep(1e-5)
-            waits += 1
-            if waits * 1e-5 > seconds:
-                raise WaitTimeout(f"a product on {device!r} is not done after {seconds:g} s")
+    return lambda: wait_for(device, launch([]), seconds)
 
-    return call
+
+# ---------------------------------------------------------------------------------------------------- collectives
+
+TOTALS, SOFTWARE_TOTALS = (4 << 20, 64 << 20, 256 << 20), (1 << 20,)
+"""Bytes of the global tensor."""
+
+BOUND, NATIVE, COPIES = "fompi, bound", "MPI through host memory", "copies alone"
+
+
+def moved(comm: Any, options: Options, bench: Bench) -> list[Row]:
+    """A row for each collective and size."""
+    totals = SOFTWARE_TOTALS if bench.is_software else TOTALS[:1] if options.quick else TOTALS
+    cases = [(name, total) for name in collectives.OPERATIONS for total in totals]
+    with TcpHosts(comm.link.comm) as cluster:
+        return [collective(comm, cluster, bench, *case, options.rounds) for case in options.each(cases, _title)]
+
+
+def _title(case: tuple[str, int]) -> str:
+    return f"{case[0]} of {case[1] >> 20} MiB"
+
+
+def collective(comm: Any, cluster: TcpHosts, bench: Bench, name: str, total: int, rounds: int) -> Row:
+    """A collective on the device, bound and by the default schedule, beside MPI's own on copies of the host."""
+    mpi, seconds, device, operation = comm.link.comm, comm.engine.timeout, bench.device, getattr(fompi, name)
+    x, reference = collectives.problem_of(name, total, comm.rank, comm.size)
+    on_device = device.array(x)
+    exchange = collectives.native(name, mpi, x, reference.shape)
+
+    def through_host() -> Any:
+        x[...] = on_device.get()
+        return device.array(exchange())
+
+    with operation.bind(on_device, comm=comm) as step:
+        calls = {BOUND: step, DEFAULT: partial(operation, on_device, comm=comm), NATIVE: through_host}
+        timed = {which: finished(device, call, seconds) for which, call in calls.items()}
+        errors = checked(mpi, {which: Contestant(call, lambda y: error(y, reference)) for which, call in timed.items()})
+        timed[COPIES] = finished(device, copies(comm, device, name, total), seconds)
+        samples = alternate(mpi, timed, rounds, idle=cluster.idle)
+        setup = bench.setup(comm, cluster)
+    row = Row(_title((name, total)), setup, samples, base=NATIVE, errors=errors, progress=progress(comm))
+    figures = [
+        row.ratio(COPIES, BOUND, limit=1.0),
+        row.ratio(NATIVE, BOUND),
+        row.ratio(NATIVE, DEFAULT),
+    ]
+    return replace(row, limits={COPIES: row.median(COPIES)}, figures=figures, marks=bench.marks)
+
+
+def copies(comm: Any, device: Any, name: str, total: int) -> Callable[[], None]:
+    """The copies that no path avoids: what a rank receives arrives by one copy on the device.
+
+    A staged message needs two on its way, down and up.
+    """
+    received = total * (comm.size - 1) // comm.size * (2 if name == "all_reduce" else 1)
+    backend, number = backend_of(device), max(1, received // 4)
+    source = device.array(np.ones(number, np.float32))
+    target = device.array(np.ones(number, np.float32))
+    if not any(comm.paths(device).is_staged(comm.rank, peer) for peer in range(comm.size) if peer != comm.rank):
+        return lambda: backend.copy((target, source))
+    host = backend.empty(comm.engine.arena, (number,), "float32", "host")
+    down = backend.bind("download", [source], [host], ["float32"], ["float32"])
+    up = backend.bind("upload", [host], [target], ["float32"], ["float32"])
+
+    def staged() -> None:
+        backend.leave([up([down([])])])
+
+    return staged

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from fompi.bench import device, peers
+from fompi.bench import collectives, device, peers
 from fompi.bench.collectives import DEFAULT
 from fompi.bench.fused import KERNEL
 
@@ -49,9 +49,16 @@ def test_collectives(mpirun):
     assert all(set(row["errors"].values()) == {0.0} for row in read["rows"])
 
 
-@pytest.mark.timeout(60)
+DEVICE_SUITES = {
+    "collectives": [*collectives.OPERATIONS],
+    "parallel": ["TP+SP", "ring", "Ulysses", "mixture"],
+    "step": ["a", "a"],
+}
+
+
+@pytest.mark.timeout(90)
 def test_device(mpirun):
-    """Every line says that its times are of the software device. Without a GPU, cuda is one sentence."""
+    """Every line says that its times are of the software device, which finds no race. cuda without a GPU is an error."""
     done = mpirun(2, "-m", "fompi", "bench", "--device", "software", "--rounds", "2", "--json", seconds=50)
     assert done.returncode == 0 and not done.left_behind, done.output
     rows = json.loads(done.stdout)["rows"]
@@ -61,6 +68,14 @@ def test_device(mpirun):
         assert row["samples"].keys() == {*device.OVERLAPPED, device.UNFUSED, device.PRODUCT, device.MESSAGES}
         assert max(row["errors"].values()) < 1e-5 and min(map(min, row["samples"].values())) > 0
         assert row["figures"][0]["name"].endswith(f" / {device.LIMIT}")
+    for suite, names in DEVICE_SUITES.items():
+        done = mpirun(2, "-m", "fompi", "bench", suite, "--device", "software", "--rounds", "1", "--json", seconds=50)
+        assert done.returncode == 0 and not done.left_behind, done.output
+        rows = json.loads(done.stdout)["rows"]
+        assert [row["what"].partition(" ")[0] for row in rows] == names
+        for row in rows:
+            assert row["marks"] == [device.NOT_A_GPU] and row["limits"] and row["figures"][0]["limit"] is not None
+            assert len(row["samples"]) == 4 and min(map(min, row["samples"].values())) > 0
     hidden = {"CUDA_VISIBLE_DEVICES": ""}
     done = mpirun(1, "-m", "fompi", "bench", "--device", "cuda", "--like", "64,64,64", env=hidden, seconds=50)
     assert done.returncode == 2 and ("there is no CUDA" in done.output or "needs CuPy" in done.output)
