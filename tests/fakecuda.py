@@ -120,7 +120,7 @@ class Runtime:
         self.busy.clear()
 
     def _deviceGetAttribute(self, attribute, device):
-        return {75: 9, 76: 0, 97: 232448}[attribute]
+        return {16: 4, 75: 9, 76: 0, 97: 232448}[attribute]
 
     def _getDeviceProperties(self, device):
         return {"name": b"a fake GPU"}

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import fompi
-from fompi.backends.cuda import Device, backend_of
+from fompi.backends.cuda import backend_of
 from fompi.backends.numbers import for_numpy
 from fompi.base.errors import WaitTimeout
 from fompi.base.layout import Partial, Shard, Spec
@@ -37,8 +37,8 @@ from fompi.bench.cluster import TcpHosts
 from fompi.bench.collectives import DEFAULT, progress
 from fompi.bench.options import Options, shape_of
 from fompi.cli.output import UsageError
-from fompi.engine.handshake import agree
 from fompi.plans.plan import Plan
+from fompi.runtime.default_device import device_for
 from fompi.tuning.rounds import Contestant, Row, alternate, best_of, checked, ratio, relative_error
 
 SHAPE, QUICK_SHAPE, SOFTWARE_SHAPE = (8192, 8192, 8192), (2048, 2048, 2048), (64, 64, 64)
@@ -63,7 +63,7 @@ class Bench:
     """The device of this rank, and what a row says of it."""
 
     def __init__(self, kind: str, comm: Any):
-        self.device, self.is_software = device_for(kind, comm), kind == "software"
+        self.device, self.is_software = device_for(kind, comm, "bench"), kind == "software"
         self.marks = (NOT_A_GPU,) if self.is_software else ()
         self._rank = comm.rank
 
@@ -101,17 +101,6 @@ def wait_for(device: Any, token: Any, seconds: float) -> None:
         waits += 1
         if waits * 1e-5 > seconds:
             raise WaitTimeout(f"the kernels on {device!r} are not done after {seconds:g} s")
-
-
-def device_for(kind: str, comm: Any) -> Any:
-    """The device of this rank. Collective: an error of one rank is raised on all."""
-    device, refusal = None, None
-    try:
-        device = Device(kind, seed=comm.rank, delay=0.0) if kind == "software" else Device(kind)
-    except Exception as error:
-        refusal = error
-    agree(comm, f"bench --device {kind}", refusal)
-    return device
 
 
 def card(device: Any) -> str:

@@ -31,10 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--force", action="store_true", help="write the file in any case, also over that of another machine"
     )
+    parser.add_argument("--device", choices=("cuda", "software"), help="kernels and messages of tensors on this device")
     parser.add_argument("--json", action="store_true", help="print the JSON too, and nothing else")
 
 
 def run(options: argparse.Namespace) -> int:
+    from fompi.runtime.default_device import device_for
     from fompi.tuning.calibrate import calibrate_and_judge
 
     if not options.limit > 0:
@@ -42,8 +44,9 @@ def run(options: argparse.Namespace) -> int:
     with fompi.Communicator() as comm:
         begun = perf_counter()
         agree(comm, f"calibrate {options.file}", _refusal(comm, options.file, options.force))
+        device = None if options.device is None else device_for(options.device, comm, "calibrate")
         with Progress.of_rank(comm.rank, "calibrate") as progress:
-            found = calibrate_and_judge(comm, progress.step, options.limit)
+            found = calibrate_and_judge(comm, progress.step, options.limit, device)
         is_written = options.force or found.verdict.is_usable
         if comm.rank == 0:
             if is_written:

@@ -23,7 +23,9 @@ from fompi.base.file_checks import Points
 from fompi.base.layout import COLLECTIVES
 
 MOST_PORTS, MOST_RANKS, MOST_WAVE, LEAST_SHARE, LEAST_POLL = 1 << 16, 1 << 40, 1 << 40, 1e-6, 1e-9
-_INTEGERS = {"ports": (1, MOST_PORTS), "natives_ranks": (0, MOST_RANKS), "lanes": (1, 2), "wave": (0, MOST_WAVE)}
+_INTEGERS = {"ports": (1, MOST_PORTS), "natives_ranks": (0, MOST_RANKS), "lanes": (1, 2), "wave": (0, MOST_WAVE)} | {
+    "staged": (0, MOST_RANKS)
+}
 """The least and the greatest value of each integer in a file.
 
 LEAST_SHARE is the least of `rates`. LEAST_POLL is the least `poll` that is not 0, in seconds.
@@ -115,6 +117,11 @@ class Machine:
     tile on each of its processors. The last wave takes as long as a full one. A copy from or to a device takes at least
     `nbytes / copy_rate`; both directions run at the same time.
 
+    **Devices.** The host needs `launch` seconds to enqueue a kernel or a copy, one after the other. A kernel that waits
+    for one of another stream begins `event` seconds after its end. The host sees the end of a kernel `poll` seconds
+    later, so a message leaves then. Ranks that are not in one group of `staged` consecutive ranks exchange messages
+    through host memory, with copies down and up (`fompi.plans.staged`). 1: all do. 0: none does.
+
     `memory` are the bytes of a rank. `fompi.layouts` leaves out what does not fit.
 
     **Messages beside kernels.** With `lanes` = 1, kernels and messages share one core. Each message takes
@@ -156,6 +163,9 @@ class Machine:
     copy_rate: float = NO_BUS
     memory: float = NO_LIMIT
     wave: int = 0
+    launch: float = 0.0
+    event: float = 0.0
+    staged: int = 0
 
     def __post_init__(self) -> None:
         given = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -213,6 +223,10 @@ class Machine:
             flops *= products * self.wave * ceil(elements / (products * self.wave)) / elements
         return self.overhead + max(flops / self.flops_rate, nbytes / self.memory_rate) + packed / self.pack_rate
 
+    def is_staged(self, rank: int, peer: int) -> bool:
+        """True if messages between these ranks go through host memory. The ranks have devices then."""
+        return self.staged > 0 and rank // self.staged != peer // self.staged
+
     def copy(self, nbytes: float) -> float:
         """Seconds of a copy of `nbytes` from or to a device."""
         return max(self.kernel(0, 2 * nbytes), self.overhead + nbytes / self.copy_rate)
@@ -263,6 +277,11 @@ class Machine:
         lines.append(f"kernels: {1e6 * self.overhead:.3g} us per call, {kernels}{packing}")
         if self.wave:
             lines.append(f"products: {_rate(self.wave, 'elements')} at once")
+        if self.launch:
+            costs = f"{1e6 * self.launch:.3g} us per launch, {1e6 * self.event:.3g} us between streams"
+            lines.append(f"device: {costs}, the host sees an end {1e6 * self.poll:.3g} us later")
+        if self.staged:
+            lines.append(f"through host memory: messages between groups of {self.staged} rank{'s' * (self.staged > 1)}")
         if self.copy_rate < NO_BUS:
             lines.append(f"copies from and to the device: {_rate(self.copy_rate, 'B/s')} each way")
         if self.memory < NO_LIMIT:

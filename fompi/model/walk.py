@@ -1,7 +1,8 @@
 """The event walk: the ops of a plan on simulated time, on the ranks that are simulated.
 
-A rank runs one product at a time, and one sum or copy beside it. Messages are in `fompi.model.network`. `Walk` is
-refined by the digital twin, which adds data and random durations.
+A rank runs one product at a time, and one sum or copy beside it. On a device the host enqueues them one by one: at once
+what waits for kernels only, and what waits for a message when that is there. Messages are in `fompi.model.network`.
+`Walk` is refined by the digital twin, which adds data and random durations.
 """
 
 from __future__ import annotations
@@ -84,6 +85,8 @@ class Walk:
         self.collective_calls: defaultdict[int, list[Call]] = defaultdict(list)  # by the number of the collective
         self.collective_numbers = [count() for _ in self.programs]
         self.events: list[Event] = []
+        self.host = [0.0] * step  # on a device: when the host has enqueued the last kernel
+        self.released_by: dict[Call, tuple[float, str]] = {}  # on a device: when the last need ended, and its lane
 
     # -- for the twin to override
     def jitter(self) -> float:
@@ -113,6 +116,24 @@ class Walk:
             self.begin(*self.released.popleft())
 
     def begin(self, rank: int, i: int) -> None:
+        begins = self.on_device(rank, i) if self.machine.launch else 0.0
+        if begins > self.queue.now:
+            self.at(begins, partial(self.begin_now, rank, i))
+        else:
+            self.begin_now(rank, i)
+
+    def on_device(self, rank: int, i: int) -> float:
+        """When the host has enqueued this kernel and the stream may run it, or the host may start this message."""
+        op, machine = self.programs[rank].ops[i], self.machine
+        ended, name = self.released_by.get((rank, i), (0.0, ""))
+        is_behind_kernel = name in KERNEL_LANES
+        if not isinstance(op, Compute):
+            return ended + machine.poll if is_behind_kernel else 0.0
+        self.host[rank] = max(self.host[rank], 0.0 if is_behind_kernel else ended) + machine.launch
+        between = machine.event if is_behind_kernel and name != lane(op)[0] else 0.0
+        return max(self.host[rank], ended + between)
+
+    def begin_now(self, rank: int, i: int) -> None:
         op = self.programs[rank].ops[i]
         self.start[rank, i] = self.queue.now
         if isinstance(op, Compute):
@@ -130,7 +151,10 @@ class Walk:
         size = sum(self.nbytes(rank, c) for c in (op.writes if isinstance(op, Recv) else op.reads))
         waited = self.moving.pop((rank, i), begun) - begun
         self.events.append(Event(rank, track(op), i, str(op), begun, self.queue.now, size, waited))
-        self.released.extend((rank, free) for free in self.frontiers[rank].done(i))
+        freed = [(rank, free) for free in self.frontiers[rank].done(i)]
+        if self.machine.launch:
+            self.released_by |= dict.fromkeys(freed, (self.queue.now, lane(op)[0]))
+        self.released.extend(freed)
 
     # -- kernels
     def next_kernels(self, rank: int) -> None:

@@ -448,7 +448,8 @@ class Transfer:
             if dest is not None and not self._sends_in_c(dest, tag):
                 self._sending = Sending(communicator, dest, tag, self._sent, refusal)
                 begun.append(self._sending)
-            if source is not None and not self._receives_in_c(source, tag, waits):
+            # What Python sends begins below. So C must not wait for what the other rank sends likewise.
+            if source is not None and not self._receives_in_c(source, tag, waits and not begun):
                 self._receiving = Receiving(communicator, source, tag, None if refusal else self._out)
                 begun.append(self._receiving)
             for task in begun:

@@ -32,6 +32,7 @@ from fompi.planner.candidates import (
 from fompi.planner.estimate import estimate
 from fompi.plans.plan import Plan
 from fompi.plans.problems import Problem
+from fompi.plans.staged import staged
 from fompi.plans.verify import flaw
 from fompi.schedules.registry import REGISTERED, roundings, shares_of, write
 from fompi.traces.proof import Overlap, Proof, RankDependencies, overlaps, prove
@@ -134,7 +135,7 @@ class Explanation:
 
     def plan_of(self, candidate: Candidate) -> Plan:
         """The Plan of a candidate."""
-        return _plan(self.problem, self.sizes, candidate, self.at)
+        return _as_run(_plan(self.problem, self.sizes, candidate, self.at), self.machine)
 
     @property
     def overlaps(self) -> list[tuple[int, Overlap]]:
@@ -322,6 +323,11 @@ def _plan(problem: Problem, sizes: Sizes, candidate: Candidate, at: Callable[[in
     return write(problem, schedule, slices, sizes if rows is None else Sizes(rows), window, at, order)
 
 
+def _as_run(plan: Plan, machine: Machine) -> Plan:
+    """The plan as ranks with devices run it, where messages go through host memory."""
+    return staged(plan, machine.is_staged) if machine.staged else plan
+
+
 def _seconds(judged: Judged) -> float:
     return judged.seconds
 
@@ -351,7 +357,7 @@ def _best_first(simulated: Iterable[Judged], problem: Problem, machine: Machine)
 def _simulated(
     problem: Problem, sizes: Sizes, machine: Machine, at: Callable[[int], Problem] | None, judged: Judged
 ) -> Judged:
-    plan = _plan(problem, sizes, judged.candidate, at)
+    plan = _as_run(_plan(problem, sizes, judged.candidate, at), machine)
     trace = representatives(plan, machine)
     last = max(trace.events, key=lambda event: event.end, default=None)
     proof = prove(trace, RankDependencies(plan, last.rank)) if last is not None else None

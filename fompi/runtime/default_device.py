@@ -12,6 +12,8 @@ from typing import Any
 
 from fompi.backends import cuda
 from fompi.backends.cuda import Device
+from fompi.engine.communicator import Communicator
+from fompi.engine.handshake import agree
 from fompi.mpi import environment, launcher, self_test, transport
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
@@ -54,3 +56,14 @@ def _is_gpu_aware() -> bool:
 
 
 cuda.local_rank, cuda.is_gpu_aware = _local_rank, _is_gpu_aware
+
+
+def device_for(kind: str, comm: Communicator, what: str) -> Any:
+    """The device of this rank, for the command `what`. Collective: an error of one rank is raised on all."""
+    device, refusal = None, None
+    try:
+        device = Device(kind, seed=comm.rank, delay=0.0) if kind == "software" else Device(kind)
+    except Exception as error:
+        refusal = error
+    agree(comm, f"{what} --device {kind}", refusal)
+    return device

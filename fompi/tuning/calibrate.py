@@ -36,6 +36,7 @@ from fompi.plans.plan import Collective
 from fompi.runtime.binding import bind
 from fompi.runtime.executor import Executor
 from fompi.runtime.report import lower_quartile
+from fompi.tuning.device import DeviceMeter
 from fompi.tuning.links import MOST_SECONDS, ROUNDS, SIZES, LinkMeter
 from fompi.tuning.rounds import NoiseMonitor, alternate, meet, of_all_ranks, texts
 from fompi.tuning.verdict import OtherLoad, Verdict, judge
@@ -80,20 +81,23 @@ class Calibrated:
     verdict: Verdict
 
 
-def calibrate(comm: Any = None, say: Callable[[str], object] = lambda text: None, limit: float = inf) -> Machine:
+def calibrate(
+    comm: Any = None, say: Callable[[str], object] = lambda text: None, limit: float = inf, device: Any = None
+) -> Machine:
     """The Machine of the ranks of `comm`, the same on all of them. Collective.
 
-    Kernels are products and sums in float32. Messages are in host memory. `say` is called with a text before each step.
-    Raises WaitTimeout on all ranks if it is not done after `limit` seconds.
+    Kernels are products and sums in float32. Messages are in host memory. With a `device` (`fompi.Device`) kernels run
+    on it, and messages between ranks of a group move between its memory and that of the other rank. `say` is called
+    with a text before each step. Raises WaitTimeout on all ranks if it is not done after `limit` seconds.
     """
-    return calibrate_and_judge(comm, say, limit).machine
+    return calibrate_and_judge(comm, say, limit, device).machine
 
 
-def calibrate_and_judge(comm: Any, say: Callable[[str], object], limit: float) -> Calibrated:
+def calibrate_and_judge(comm: Any, say: Callable[[str], object], limit: float, device: Any = None) -> Calibrated:
     """`calibrate`, and the verdict. The same on all ranks. Collective."""
     communicator = Communicator.of(comm)
-    agree(communicator, "calibrate")
-    with _Calibration(communicator, say, limit) as calibration:
+    agree(communicator, "calibrate" if device is None else f"calibrate a {device.name}")
+    with _Calibration(communicator, say, limit, device) as calibration:
         machine = _broadcast(communicator, calibration.machine())
         return Calibrated(machine, calibration.verdict(machine))
 
@@ -125,7 +129,7 @@ def slowdown(machine: Machine, comm: Communicator) -> float:
 class _Calibration:
     """All measurements on a duplicate of a communicator. Use it in a `with` statement."""
 
-    def __init__(self, comm: Communicator, say: Callable[[str], object], limit: float = inf):
+    def __init__(self, comm: Communicator, say: Callable[[str], object], limit: float = inf, device: Any = None):
         self.comm, self.said, self.link = comm, say, comm.link.duplicate()
         self.messages = LinkMeter(comm, self.link, self.proceed)
         self.mpi, self.idle = self.link.comm, self.messages.idle
@@ -133,6 +137,7 @@ class _Calibration:
         self.limit, self.end, self.step = limit, perf_counter() + limit, ""
         self.topology, self.inner = fit.Topology((), ()), Level(1, 0.0, inf)  # `_with_links` finds them
         self.load = OtherLoad(self.mpi)
+        self.device = None if device is None else DeviceMeter(device, comm, self.proceed)
 
     def say(self, step: str) -> None:
         """A step begins. Collective."""
@@ -164,6 +169,8 @@ class _Calibration:
 
     def _slowdown(self, machine: Machine) -> float:
         """The time of kernels now, divided by their time on `machine`, even while others use the cores."""
+        if self.device is not None:
+            return self.device.slowdown(machine)
         measured = self.products(FEW_PRODUCTS, ROUNDS, None)
         predicted = [fit.product_seconds(machine, *shape) for shape in FEW_PRODUCTS]
         return median(seconds / expected for seconds, expected in zip(measured, predicted, strict=True))
@@ -172,22 +179,18 @@ class _Calibration:
         """Measure everything."""
         here = launcher.cores_per_rank(), self.comm.engine.progress_mode in HELPED
         cores, helped = of_all_ranks(self.mpi, np.array(here, float)).min(axis=0)  # may differ between hosts
+        if self.device is not None:
+            return self._of_device()
         self.say("kernels")
         overhead, memory_rate, flops_rate, pack_rate = self._kernels()
         monitor = self.monitor
         self.say("ranks share cores and slow each other down" if monitor is None else str(monitor.count()))
-        mpi, (name, where) = library(), place(self.mpi)
-        what = f"{where}, {mpi.name} {mpi.version}, fompi {__version__}, float32"
-        machine = Machine(
-            name=name,
-            latency=0.0,
-            bandwidth=1e300,
+        machine = self._machine(
             flops_rate=flops_rate,
             memory_rate=memory_rate,
             overhead=overhead,
             pack_rate=pack_rate,
             lanes=2 if cores >= 2 and helped else 1,
-            source=f"measured {datetime.now(UTC).isoformat(timespec='seconds')}: {what}",
         )
         if self.size > 1:
             machine = self._with_links(machine)
@@ -203,6 +206,29 @@ class _Calibration:
                 poll = helper.pause.least if helper is not None else 0.0
                 machine = replace(machine, cpu_message=per_message, cpu_byte=per_byte, poll=poll)
         return machine
+
+    def _machine(self, on: str = "", **kernels: Any) -> Machine:
+        """A machine with these kernels, whose links cost nothing yet."""
+        mpi, (name, where) = library(), place(self.mpi)
+        what = f"{where}{on}, {mpi.name} {mpi.version}, fompi {__version__}, float32"
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        return Machine(name=name, latency=0.0, bandwidth=1e300, source=f"measured {now}: {what}", **kernels)
+
+    def _of_device(self) -> Machine:
+        """The machine of tensors on the device."""
+        assert self.device is not None
+        self.say("kernels, launches and copies of the device")
+        machine = self._machine(f", {self.device.title}", **self.device.kernels())
+        if self.size == 1:
+            return machine
+        machine = replace(self._with_links(machine), natives=self._natives(False), natives_ranks=self.size)
+        groups = (1, *self.topology.groups)
+        staged = self.device.staged(groups)
+        if staged != 1:
+            self.say("messages between devices")
+            level = self.device.level(fit.exchange_rings(self.topology, 0), machine.innermost)
+            machine = machine.with_links(level, machine.levels)
+        return replace(machine, staged=staged)
 
     def __enter__(self) -> Self:
         return self

@@ -41,6 +41,19 @@ def test_calibrate(own, comm, tmp_path):
     assert slower > 10 and comm.allgather(slower) == [slower] * own.size
 
 
+@pytest.mark.parametrize("path", ["staged", "ipc"])
+def test_calibrate_a_device(own, comm, monkeypatch, path):
+    """Its kernels, launches and copies, and messages by the path that calls take. Times of software mean nothing."""
+    monkeypatch.setenv("FOMPI_PATH", path)
+    machine = fompi.calibrate(own, device=fompi.Device("software", seed=own.rank, delay=0.0))
+    assert comm.allgather(machine) == [machine] * own.size and "software device" in machine.source
+    assert min(machine.launch, machine.overhead, machine.copy_rate, machine.flops_rate) > 0 and machine.lanes == 2
+    assert machine.staged == (1 if path == "staged" and own.size > 1 else 0)
+    explanation, *_ = scatter(own, machine=machine)
+    copies = {event.lane for event in explanation.winner.trace.events} & {"download", "upload"}
+    assert bool(copies) == bool(machine.staged)
+
+
 @pytest.mark.skipif(MPI.COMM_WORLD.size > 2, reason="two ranks on different hosts show it, in a third of the time")
 @pytest.mark.timeout(100)
 def test_calibrate_on_different_hosts(own, comm, monkeypatch):

@@ -19,6 +19,7 @@ from fompi.model.machine import Level, Machine
 from fompi.model.simulate import predict, simulate, symmetry
 from fompi.planner.candidates import Candidate
 from fompi.planner.estimate import estimate
+from fompi.planner.explain import explain
 from fompi.plans.meaning import ROOTED
 from fompi.plans.problems import Form, problem
 from fompi.schedules import registry
@@ -475,3 +476,45 @@ def test_a_sum_of_a_group_leaves_before_all_sums_have_begun(name):
         events = simulate(replace(plan, window=window), on).events
         first[window] = min(e.start for e in events if e.lane == f"send to {(e.rank + 4) % 8}")
     assert first[plan.window] < 0.6 * first[None]
+
+
+# ------------------------------------------------------------------------------------------------------ devices
+
+
+@pytest.mark.parametrize(("message", "until_sum"), [(3.0, 0.1 + 1 + 0.5 + 4.0 + 0.1), (0.15, 0.1 + 1 + 1 + 0.01)])
+def test_a_device_is_launched_and_polled(message, until_sum):
+    """A message leaves once the host has seen the product. The sum is launched when the message is there.
+
+    Or the sum waits for the own product, in another stream: launches are early then. A row of y is N / K of one of x.
+    """
+    expected = until_sum + ROWS * N / FLOPS
+    device = replace(machine(message, matmul=1.0), lanes=2, launch=0.1, event=0.01, poll=0.5)
+    assert timed("matmul_reduce_scatter", "direct", device, 2).seconds == pytest.approx(expected)
+
+
+def test_launches_follow_each_other():
+    """More kernels than the device has work for: the last one is launched after all others."""
+    device = replace(machine(1e-9, matmul=1e-9), lanes=2, launch=1.0)
+    trace = timed("matmul_reduce_scatter", "direct", device, 2, slices=4)
+    products = [event for event in trace.events if event.rank == 0 and event.lane == "compute"]
+    assert [event.start for event in products] == pytest.approx([*range(1, len(products) + 1)])
+
+
+def test_messages_through_host_memory_are_copied_down_and_up():
+    device = replace(machine(3.0), lanes=2, launch=0.1, poll=0.5, copy_rate=SHARD, staged=1)
+    form = catalogue.problems(2)["all_gather"]
+    found = explain(form, Sizes(rows=(ROWS,) * 2), device)
+    assert "x_host" in {buffer.name for buffer in found.plan.programs[0].buffers}
+    seconds = simulate(found.plan_of(Candidate("direct", 1, None)), device).seconds
+    assert seconds == pytest.approx(0.1 + 1 + 0.5 + 3 + 0.1 + 1)
+    inside = explain(form, Sizes(rows=(ROWS,) * 2), replace(device, staged=2))
+    assert "x_host" not in {buffer.name for buffer in inside.plan.programs[0].buffers}
+
+
+def test_which_messages_go_through_host_memory():
+    groups = replace(machine(1.0), staged=4)
+    assert [groups.is_staged(2, peer) for peer in (0, 3, 4, 9)] == [False, False, True, True]
+    assert not machine(1.0).is_staged(0, 7)
+    assert Machine.from_json(groups.to_json()) == groups and "groups of 4 ranks" in str(groups)
+    with pytest.raises(LayoutError, match="staged"):
+        replace(groups, staged=-1)

@@ -496,6 +496,11 @@ class CudaDevice(Staging):
         """An attribute of CUDA's table of them."""
         return int(self.ask(self.runtime.deviceGetAttribute, number, self.number))
 
+    @property
+    def processors(self) -> int:
+        """How many of its processors compute a tile of a product at once."""
+        return self.attribute(16)
+
     def card(self) -> str:
         """The GPU and its driver, as the key of what was measured."""
         name = self.ask(self.runtime.getDeviceProperties, self.number)["name"].decode()

@@ -87,6 +87,10 @@ class Device(Protocol):
     backend: Any
     """The Backend on this device, once it was asked for (`fompi.backends.cuda.backend_of`)."""
 
+    @property
+    def processors(self) -> int:
+        """How many of its processors compute a tile of a product at once. 0: not known."""
+
     def told(self) -> None:
         """The program gets the error of this device, if it has one, from what has failed."""
         ...

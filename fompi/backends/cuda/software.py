@@ -317,6 +317,7 @@ class SoftwareDevice(Staging):
 
     name = "software device"
     key = "software"
+    processors = 0
 
     def __init__(self, seed: int = 0, delay: float = DELAY_SECONDS, check: bool = True, capacity: int = CAPACITY):
         super().__init__()
