@@ -47,7 +47,7 @@ FOMPI, SERIAL, KERNELS, MESSAGES = "fompi", "serial", "kernels alone", "messages
 Call = Callable[[], object]
 
 
-class Sizes(NamedTuple):
+class Dimensions(NamedTuple):
     """`rows` of a rank, `width` and `hidden` features, `tokens` of all ranks, `heads` of `head_dim`."""
 
     rows: int
@@ -59,10 +59,10 @@ class Sizes(NamedTuple):
     microbatches: int = 8
 
 
-SIZES = {False: Sizes(4096, 4096, 4096, 8192, 16, 128), True: Sizes(512, 1024, 1024, 2048, 8, 64)}
+SIZES = {False: Dimensions(4096, 4096, 4096, 8192, 16, 128), True: Dimensions(512, 1024, 1024, 2048, 8, 64)}
 """Those of a GPU, by `--quick`."""
 
-SOFTWARE_SIZES = Sizes(16, 32, 32, 64, 8, 8)
+SOFTWARE_SIZES = Dimensions(16, 32, 32, 64, 8, 8)
 
 
 @dataclass
@@ -121,7 +121,7 @@ def _attention(q: Any, k: Any, v: Any) -> None:
     attend(q, k, v, range(q.shape[1]), np.arange(len(q)), np.arange(len(k)), Rule())
 
 
-def tensor_parallel_block(comm: Communicator, bench: Bench, sizes: Sizes) -> DeviceStrategy:
+def tensor_parallel_block(comm: Communicator, bench: Bench, sizes: Dimensions) -> DeviceStrategy:
     """An MLP: gather and product, product and reduce-scatter."""
     own = sizes.rows // comm.size * comm.size  # of all ranks
     x, full = bench.drawn(own // comm.size, sizes.width), bench.drawn(own, sizes.width)
@@ -140,7 +140,7 @@ def tensor_parallel_block(comm: Communicator, bench: Bench, sizes: Sizes) -> Dev
     return DeviceStrategy("TP+SP block", call, kernels, messages, block_bound(comm.size))
 
 
-def ring(comm: Communicator, bench: Bench, sizes: Sizes) -> DeviceStrategy:
+def ring(comm: Communicator, bench: Bench, sizes: Dimensions) -> DeviceStrategy:
     """Ring attention, forward: the blocks of keys and values go round."""
     tokens = sizes.tokens // comm.size
     q, k, v = (bench.drawn(tokens, sizes.heads, sizes.head_dim) for _ in range(3))
@@ -159,7 +159,7 @@ def ring(comm: Communicator, bench: Bench, sizes: Sizes) -> DeviceStrategy:
     return DeviceStrategy("ring attention", call, kernels, messages, ring_bound(comm.size))
 
 
-def ulysses(comm: Communicator, bench: Bench, sizes: Sizes) -> DeviceStrategy:
+def ulysses(comm: Communicator, bench: Bench, sizes: Dimensions) -> DeviceStrategy:
     """Ulysses: all tokens of some heads, and back."""
     size, heads = comm.size, sizes.heads // comm.size * comm.size
     tokens = sizes.tokens // size
@@ -175,7 +175,7 @@ def ulysses(comm: Communicator, bench: Bench, sizes: Sizes) -> DeviceStrategy:
     return DeviceStrategy("Ulysses attention", call, partial(_attention, *own), messages, ulysses_bound(size))
 
 
-def mixture_of_experts(comm: Communicator, bench: Bench, sizes: Sizes) -> DeviceStrategy:
+def mixture_of_experts(comm: Communicator, bench: Bench, sizes: Dimensions) -> DeviceStrategy:
     """Experts that all get equally many rows. Alone, a rank computes as many rows with its own experts."""
     size, count = comm.size, 4 * comm.size
     own = len(experts_of(comm.rank, size, count))
@@ -202,7 +202,7 @@ def mixture_of_experts(comm: Communicator, bench: Bench, sizes: Sizes) -> Device
 # ----------------------------------------------------------------------------------------------------------- step
 
 
-def data_parallel(comm: Communicator, bench: Bench, sizes: Sizes) -> DeviceStrategy:
+def data_parallel(comm: Communicator, bench: Bench, sizes: Dimensions) -> DeviceStrategy:
     """A forward, a backward and an update with ZeRO-1: a bucket for each layer."""
     weights = {f"w{i}": bench.drawn(sizes.width, sizes.width, seed=i) for i in range(BUCKETS)}
     nbytes = 4 * sizes.width**2
@@ -241,7 +241,7 @@ def _layers(x: Any, weight: Callable[[str], Any], ready: Callable[[str, Any], ob
         ready(f"w{i}", dw)
 
 
-class _Layer:
+class ProductStage:
     """A stage: a product. Its backward is two."""
 
     def __init__(self, w: Any):
@@ -255,10 +255,10 @@ class _Layer:
         return product(dy, self.w.T)
 
 
-def pipeline(comm: Communicator, bench: Bench, sizes: Sizes) -> DeviceStrategy:
+def pipeline(comm: Communicator, bench: Bench, sizes: Dimensions) -> DeviceStrategy:
     """1F1B with a product in each stage. Bound: the bubble, (N - 1) / microbatches of the kernels."""
     count, shape = sizes.microbatches, (sizes.rows, sizes.width)
-    stage = _Layer(bench.drawn(sizes.width, sizes.width))
+    stage = ProductStage(bench.drawn(sizes.width, sizes.width))
     x, dy = bench.drawn(*shape), bench.drawn(*shape)
     pipe = Pipeline(
         [stage],
@@ -286,7 +286,7 @@ def pipeline(comm: Communicator, bench: Bench, sizes: Sizes) -> DeviceStrategy:
     return DeviceStrategy(f"a step of a pipeline, {count} micro-batches", call, kernels, messages, bound, pipe)
 
 
-CASES: dict[str, Sequence[Callable[[Communicator, Bench, Sizes], DeviceStrategy]]] = {
+CASES: dict[str, Sequence[Callable[[Communicator, Bench, Dimensions], DeviceStrategy]]] = {
     "parallel": (tensor_parallel_block, ring, ulysses, mixture_of_experts),
     "step": (data_parallel, pipeline),
 }
