@@ -15,15 +15,18 @@ CAPACITY = 4096
 class RecentIntervals:
     """The last 4096 intervals. Its memory does not grow.
 
-    An interval that begins at most `join_within` seconds after the end of the last one extends that one.
+    An interval that begins at most `join_within` seconds after the end of the last one extends that one. `total` are
+    the seconds of all that were ever added.
     """
 
     def __init__(self, join_within: float = -1.0):
         self._times, self._at, self.join_within = array("d", bytes(8 * 2 * CAPACITY)), 0, join_within
+        self.total = 0.0
 
     def add(self, begin: float, end: float) -> None:
         """Add the interval from `begin` to `end`, or extend the last one."""
         times, at = self._times, self._at
+        self.total += end - begin
         if begin - times[at + 1] <= self.join_within:
             times[at + 1] = end
             return

@@ -24,7 +24,8 @@ from fompi.base.layout import COLLECTIVES
 
 MOST_PORTS, MOST_RANKS, MOST_WAVE, LEAST_SHARE, LEAST_POLL = 1 << 16, 1 << 40, 1 << 40, 1e-6, 1e-9
 _INTEGERS = {"ports": (1, MOST_PORTS), "natives_ranks": (0, MOST_RANKS), "lanes": (1, 2), "wave": (0, MOST_WAVE)} | {
-    "staged": (0, MOST_RANKS)
+    "staged": (0, MOST_RANKS),
+    "staged_below": (0, MOST_WAVE),
 }
 """The least and the greatest value of each integer in a file.
 
@@ -120,7 +121,8 @@ class Machine:
     **Devices.** The host needs `launch` seconds to enqueue a kernel or a copy, one after the other. A kernel that waits
     for one of another stream begins `event` seconds after its end. The host sees the end of a kernel `poll` seconds
     later, so a message leaves then. Ranks that are not in one group of `staged` consecutive ranks exchange messages
-    through host memory, with copies down and up (`fompi.plans.staged`). 1: all do. 0: none does.
+    through host memory, with copies down and up (`fompi.plans.staged`). 1: all do. 0: none does. Messages of at most
+    `staged_below` bytes do in any case: there this is faster than a copy between the devices.
 
     `memory` are the bytes of a rank. `fompi.layouts` leaves out what does not fit.
 
@@ -166,6 +168,7 @@ class Machine:
     launch: float = 0.0
     event: float = 0.0
     staged: int = 0
+    staged_below: int = 0
 
     def __post_init__(self) -> None:
         given = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -282,6 +285,8 @@ class Machine:
             lines.append(f"device: {costs}, the host sees an end {1e6 * self.poll:.3g} us later")
         if self.staged:
             lines.append(f"through host memory: messages between groups of {self.staged} rank{'s' * (self.staged > 1)}")
+        if self.staged_below:
+            lines.append(f"through host memory: messages of up to {_rate(self.staged_below, 'B')}")
         if self.copy_rate < NO_BUS:
             lines.append(f"copies from and to the device: {_rate(self.copy_rate, 'B/s')} each way")
         if self.memory < NO_LIMIT:

@@ -325,7 +325,8 @@ def _plan(problem: Problem, sizes: Sizes, candidate: Candidate, at: Callable[[in
 
 def _as_run(plan: Plan, machine: Machine) -> Plan:
     """The plan as ranks with devices run it, where messages go through host memory."""
-    return staged(plan, machine.is_staged) if machine.staged else plan
+    has_staged = machine.staged or machine.staged_below
+    return staged(plan, machine.is_staged, machine.staged_below) if has_staged else plan
 
 
 def _seconds(judged: Judged) -> float:

@@ -2,6 +2,7 @@
 
     plan = staged(plan)                             # all messages
     plan = staged(plan, lambda rank, peer: ...)     # those between ranks for which this is True
+    plan = staged(plan, lambda rank, peer: ..., n)  # and all messages of at most n bytes, of the sizes of the plan
     plan = for_device(plan, lambda rank, peer: ...) # the same, and weights of half type are not widened
 
 Each buffer that such a message reads or writes gets a mirror in host memory. A `download` comes before a send, an
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from fompi.base.errors import PlanError
-from fompi.base.layout import HALF, accumulator
+from fompi.base.layout import HALF, Extents, accumulator, nbytes
 from fompi.plans.plan import Buffer, Chunk, Collective, Compute, Op, Plan, Program, Programs, Recv, Send
 
 Pairs = Callable[[int, int], bool]
@@ -32,19 +33,25 @@ def _all_pairs(rank: int, peer: int) -> bool:
     return True
 
 
-def staged(plan: Plan, pairs: Pairs = _all_pairs) -> Plan:
+def staged(plan: Plan, pairs: Pairs = _all_pairs, below: int = 0) -> Plan:
     """The same plan with the messages between `pairs`, and all collectives, through host memory.
 
-    What is staged already stays as it is.
+    With `below` also all messages of at most so many bytes. Both ends of a message have the same, so both ranks stage
+    it. What is staged already stays as it is.
     """
     if not isinstance(plan, Plan):
         raise PlanError(f"staged takes a fompi.Plan, not {plan!r}")
-    return replace(plan, programs=Programs(plan.size, lambda rank: _Stager(plan.programs[rank], pairs).program()))
+
+    def program(rank: int) -> Program:
+        return _Stager(plan.programs[rank], pairs, below, plan.extents(rank) if below else None).program()
+
+    return replace(plan, programs=Programs(plan.size, program))
 
 
-def for_device(plan: Plan, pairs: Pairs = _all_pairs) -> Plan:
+def for_device(plan: Plan, pairs: Pairs = _all_pairs, below: int = 0) -> Plan:
     """The plan as a device runs it: `staged`, with products of half types."""
-    return staged(replace(plan, programs=Programs(plan.size, lambda rank: _narrowed(plan.programs[rank]))), pairs)
+    programs = Programs(plan.size, lambda rank: _narrowed(plan.programs[rank]))
+    return staged(replace(plan, programs=programs), pairs, below)
 
 
 def _narrowed(program: Program) -> Program:
@@ -79,8 +86,8 @@ def is_mirror(buffer: Buffer) -> bool:
 class _Stager:
     """Rewrites the program of one rank."""
 
-    def __init__(self, program: Program, pairs: Pairs):
-        self._program, self._pairs = program, pairs
+    def __init__(self, program: Program, pairs: Pairs, below: int, extents: Extents | None):
+        self._program, self._pairs, self._below, self._extents = program, pairs, below, extents
         self._current: set[tuple[str, int]] = set()  # blocks whose mirror has the same content
 
     def program(self) -> Program:
@@ -112,7 +119,15 @@ class _Stager:
             return False
         if isinstance(op, Collective):
             return True
-        return self._pairs(self._program.rank, op.dest if isinstance(op, Send) else op.source)
+        peer = op.dest if isinstance(op, Send) else op.source
+        return self._pairs(self._program.rank, peer) or (self._extents is not None and self._nbytes(op) <= self._below)
+
+    def _nbytes(self, op: Send | Recv) -> int:
+        """The bytes of a message."""
+        assert self._extents is not None
+        buffer = self._program.buffer(op.chunk.buffer)
+        first, last = (buffer.offsets(self._extents)[at - buffer.first] for at in (op.chunk.start, op.chunk.stop))
+        return nbytes(buffer.shape_of(last - first), buffer.dtype)
 
     def _down(self, chunk: Chunk) -> Iterator[Op]:
         if not self._current.issuperset(chunk.blocks):

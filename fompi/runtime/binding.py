@@ -143,7 +143,8 @@ def bind(
             if missing:
                 raise LaunchError(f"FOMPI_COUNTERS=1 cannot be done: {missing}")
             if not any(map(is_mirror, plan.programs[communicator.rank].buffers)):
-                plan = for_device(plan, paths.is_staged)
+                small = 0 if communicator.machine is None else communicator.machine.staged_below
+                plan = for_device(plan, paths.is_staged, small)
         replaced = replaced_kernels(plan, kernels or {}, backend)
         memory = check_tensors(plan, communicator, tensors, backend)
         name = backend.name if device is None else paths.title

@@ -216,6 +216,7 @@ class Report:
         self.operations: dict[object, Calls] = {}
         self.steps = Steps()  # those that the program marks
         self.updates: defaultdict[int, Steps] = defaultdict(Steps)  # those that each optimizer ends, by its id
+        self.waited = 0.0  # seconds in which the program has waited for calls, until the last one that was noted
         self.traces: deque[Trace] = deque(maxlen=MOST_TRACED if self.is_file else 0)
         self.clocks: dict[int, clocks.Clock] = {}  # on rank 0: the clock of each rank, if the ranks have compared them
         _OF_PROCESS[:] = [self]
@@ -236,7 +237,7 @@ class Report:
         """A call has finished on this rank. `returned_at` is when `start()` returned to the program, or None."""
         if run.error is not None:
             return
-        plan = run.compiled.plan
+        plan, self.waited = run.compiled.plan, run.comm.engine.waits.total
         same = run.comm, plan.problem, plan.schedule, plan.shares, plan.window, backend.name, kernels is not None
         rows: Extents | None = extents
         if (same, extents) not in self.operations and len(self.operations) >= MOST_OPERATIONS:
@@ -305,6 +306,7 @@ class Report:
             "operations": [operation.record() for operation in self.operations.values()],
             "steps": self._steps(),
             "device_nbytes": max((d.most_nbytes for d in devices if d is not None), default=0),
+            "host_waits": self.waited,
             "trace": merge(self.traces).to_json() if self.traces else None,
         }
         gathered = gather_at_exit(json.dumps(mine).encode(), self.rank, GATHER_SECONDS)

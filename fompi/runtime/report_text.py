@@ -151,6 +151,10 @@ def _head(report: Mapping[str, Any]) -> list[str]:
     most: Record = max(report["ranks"], key=lambda rank: rank.get("device_nbytes", 0), default={})
     if nbytes := most.get("device_nbytes", 0):
         lines.append(f"device memory of fompi: at most {nbytes / 1e6:.1f} MB at a time, on rank {most['rank']}")
+        longest: Record = max(report["ranks"], key=lambda rank: rank.get("host_waits", 0.0))
+        seconds, steps = longest.get("host_waits", 0.0), (longest.get("steps") or {}).get("count", 0)
+        each = f", {1e3 * seconds / steps:.3g} ms for each of {steps} steps" if steps else ""
+        lines.append(f"the host waited for messages: {1e3 * seconds:.3g} ms in all{each}, on rank {longest['rank']}")
     if missing := sorted(set(range(report["size"])) - {rank["rank"] for rank in report["ranks"]}):
         lines.append(f"missing: the notes of rank {', '.join(map(str, missing))}")
     return lines

@@ -226,8 +226,10 @@ class _Calibration:
         staged = self.device.staged(groups)
         if staged != 1:
             self.say("messages between devices")
-            level = self.device.level(fit.exchange_rings(self.topology, 0), machine.innermost)
-            machine = machine.with_links(level, machine.levels)
+            ring = fit.exchange_rings(self.topology, 0)
+            level = self.device.level(ring, machine.innermost)
+            small = self.device.staged_below(ring, level)
+            machine = machine.with_links(level, machine.levels, staged_below=small)
         return replace(machine, staged=staged)
 
     def __enter__(self) -> Self:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from statistics import median
 from time import perf_counter, sleep
 from typing import Any
@@ -20,6 +21,7 @@ from fompi.base.errors import WaitTimeout
 from fompi.engine.communicator import Communicator
 from fompi.model import fit
 from fompi.model.machine import NO_PACKING, TILE, Level, Machine
+from fompi.mpi.paths import STAGED
 from fompi.ops.messages import sendrecv
 from fompi.tuning.rounds import meet, of_all_ranks
 
@@ -42,6 +44,10 @@ LARGE_NBYTES, SOFTWARE_LARGE_NBYTES = 64 << 20, 4 << 20
 
 MESSAGES, SOFTWARE_MESSAGES = (1 << 10, 16 << 10, 256 << 10, 4 << 20, 64 << 20), (1 << 10, 64 << 10, 1 << 20)
 """Bytes of the messages between two devices."""
+
+
+Ring = dict[int, tuple[int, int]]
+"""rank -> (source, dest)"""
 
 
 class DeviceMeter:
@@ -108,12 +114,28 @@ class DeviceMeter:
             "lanes": 2,  # messages take no time of its kernels
         }
 
-    def level(self, ring: dict[int, tuple[int, int]], level: Level) -> Level:
-        """The link of messages between the devices of this `ring` of ranks, rank -> (source, dest), all at once."""
+    def staged_below(self, ring: Ring, level: Level) -> int:
+        """The largest message that is faster through host memory than by this level, of those that were measured."""
+        paths = self.comm.paths(self.device)
+        usual, paths.path_of = paths.path_of, lambda a, b: STAGED
+        try:
+            through_host = self._samples(ring)
+        finally:
+            paths.path_of = usual
+        slower = [n for (n, seconds), (_, other) in zip(through_host, level.curve, strict=False) if seconds >= other]
+        return int(max((n for n, _ in through_host if n < min(slower, default=inf)), default=0))
+
+    def _samples(self, ring: Ring) -> list[tuple[float, float]]:
+        """(bytes, seconds) of messages of several sizes."""
         points = []
         for nbytes in SOFTWARE_MESSAGES if self._is_software else MESSAGES:
             x = self.device.array(np.ones(nbytes, np.uint8))
             points.append((float(nbytes), self._slowest(partial(self._message, x, ring))))
+        return points
+
+    def level(self, ring: Ring, level: Level) -> Level:
+        """The link of messages between the devices of this ring of ranks, all at once."""
+        points = self._samples(ring)
         latency = points[0][1]
         curve = fit.sustained(points, latency)
         (a, y), (b, z) = curve[-2:]
@@ -172,7 +194,7 @@ class DeviceMeter:
         work = self.device.kernel("matmul", [x, w], [y], ["float32"] * 2, ["float32"])
         return self._slowest(lambda: self._seconds(lambda: work(self._stream)))
 
-    def _message(self, x: Any, ring: dict[int, tuple[int, int]]) -> float:
+    def _message(self, x: Any, ring: Ring) -> float:
         """Seconds of a message to the next rank of the ring, until the one from the rank before is on the device."""
         if self.comm.rank not in ring:
             return 0.0

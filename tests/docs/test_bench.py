@@ -58,7 +58,7 @@ DEVICE_SUITES = {
 
 @pytest.mark.timeout(90)
 def test_device(mpirun):
-    """Every line says that its times are of the software device, which finds no race. cuda without a GPU is an error."""
+    """Every line says that its times are of the software device, which finds no race. cuda needs a GPU."""
     done = mpirun(2, "-m", "fompi", "bench", "--device", "software", "--rounds", "2", "--json", seconds=50)
     assert done.returncode == 0 and not done.left_behind, done.output
     rows = json.loads(done.stdout)["rows"]

@@ -20,8 +20,11 @@ from fompi.model.simulate import predict, simulate, symmetry
 from fompi.planner.candidates import Candidate
 from fompi.planner.estimate import estimate
 from fompi.planner.explain import explain
+from fompi.plans.dependencies import message_numbers
 from fompi.plans.meaning import ROOTED
+from fompi.plans.plan import Recv, Send
 from fompi.plans.problems import Form, problem
+from fompi.plans.staged import is_mirror, staged
 from fompi.schedules import registry
 
 ROWS, K, N = 16, 3, 4  # rows of x on each rank, columns of x, columns of w, as in the catalogue
@@ -509,6 +512,24 @@ def test_messages_through_host_memory_are_copied_down_and_up():
     assert seconds == pytest.approx(0.1 + 1 + 0.5 + 3 + 0.1 + 1)
     inside = explain(form, Sizes(rows=(ROWS,) * 2), replace(device, staged=2))
     assert "x_host" not in {buffer.name for buffer in inside.plan.programs[0].buffers}
+
+
+@pytest.mark.parametrize("name", sorted(catalogue.problems(3)))
+def test_small_messages_go_through_host_memory_on_both_ends(name):
+    """Of uneven sizes, in every schedule: the two ends of a message choose alike, and the plan is right."""
+    form = catalogue.problems(3)[name]
+    for schedule in registry.available(form):
+        plan = registry.write(form, schedule, 1, catalogue.sizes(form, "uneven"))
+        for below in (0, 60, 150, 1 << 20):
+            made = staged(plan, lambda a, b: False, below)
+            fompi.verify(made)
+            ends = {}
+            for program in made.programs:
+                for op, number in zip(program.ops, message_numbers(program.ops), strict=True):
+                    if isinstance(op, Send | Recv):
+                        pair = (program.rank, op.dest) if isinstance(op, Send) else (op.source, program.rank)
+                        ends.setdefault((*pair, number), set()).add(is_mirror(program.buffer(op.chunk.buffer)))
+            assert all(len(places) == 1 for places in ends.values()), (schedule, below)
 
 
 def test_which_messages_go_through_host_memory():
