@@ -14,7 +14,7 @@ the calls on it have a fixed order, whatever a rank uses. So ranks that use diff
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
 from math import isfinite, sqrt
@@ -40,7 +40,7 @@ from fompi.base.errors import (
 from fompi.base.layout import accumulator, offsets
 from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
-from fompi.engine.handshake import agree
+from fompi.engine.handshake import agree, begin_agreement
 from fompi.ops.operations import all_gather, all_reduce, reduce_scatter
 from fompi.parallel.arrays import array_of, borrow_any, call, check_place, lent, read, same_bits, tensor_of
 from fompi.parallel.buckets import (
@@ -211,6 +211,7 @@ class DataParallel:
         self._over = self._known  # the axes of the last step
         self._owed: list[Exception] = []  # errors of first steps, of which axes that are not known yet must hear
         self._agreed = False  # a step has come to its update
+        self._promised: list[Callable[[], object]] = []  # what waits for calls that this rank has refused in advance
         self._torn: BaseException | None = None  # the error of the optimizer in the middle of an update
         self.closed = False
 
@@ -251,10 +252,8 @@ class DataParallel:
                 self._gather_until(self._cycle.index(i, self._at))
             self._arrive(bucket)
             self._gather_ahead(bucket.position)
-        except MismatchError as error:  # a rank has refused: this is the first gather of a cycle
-            self._fail(error, begun=False)
         except Exception as error:
-            self._fail(error)
+            self._fail(error, begun=not self._is_refused(error))
         assert bucket.full is not None
         a, b = bucket.spans[name]
         array = bucket.full[a:b].reshape(bucket.shapes[name])
@@ -286,15 +285,19 @@ class DataParallel:
 
         With two, the ranks agree on one gather while another one moves.
         """
+        self._gather_until(self._last_ahead(position), in_section)
+
+    def _last_ahead(self, position: int) -> int:
+        """The last position that is gathered ahead while that bucket is in use."""
         window, following = self._ahead or 0, position + 1
         enough = following + (2 if self._ahead is None and self.zero < 3 else 1)
         while 0 < following < len(self._cycle):
             bucket = self.buckets[self._cycle[following]]
-            self._gather_until(following, in_section)
             window -= bucket.size * storage(bucket.dtype).itemsize
             following += 1
             if window <= 0 and following >= enough:
                 break
+        return following - 1
 
     def _arrive(self, bucket: Bucket) -> None:
         if bucket.gather is not None:
@@ -318,10 +321,12 @@ class DataParallel:
     def _end_cycle(self) -> None:
         try:
             self._finish_cycle()
-        except MismatchError as error:
-            self._fail(error, begun=False)
         except Exception as error:
-            self._fail(error)
+            self._fail(error, begun=not self._is_refused(error))
+
+    def _is_refused(self, error: Exception) -> bool:
+        """True if another rank has refused the first gather of a cycle. With zero < 3 no cycle begins with a gather."""
+        return self.zero == 3 and isinstance(error, MismatchError)
 
     def _wait(self, pending: Any) -> Array:
         begun = perf_counter()
@@ -446,29 +451,35 @@ class DataParallel:
             text += ", check_for_nan" if self.check_for_nan else ""
             alike = [(axis, f"{text}, {self._optimizer_in_words()}") for axis in (self._gathers, *self._others())]
             alike += [(axis, text) for axis in axes]
+            ahead = self._last_ahead(0) + 1
             with np.errstate(all="ignore"):
                 self._leave(most=len(self.buckets))
         except Exception as error:
             self._fail(error)
         self._end_cycle()
         begun = perf_counter()
-        agree_everywhere(alike, None, self._reset)
+        agree_everywhere(alike, None, self._restart)
         self._agreed = True
         self.waited += perf_counter() - begun
-        with Section(f"step {self._steps} of DataParallel") as section:
-            for axis in (self._sums, self._gathers, *self._others(), *axes):
-                section.begin(axis)
-            try:
-                norm = self._agreed_step(clip)
-            finally:
-                self._reset()
-            is_finite = not self.check_for_nan or self._is_finite(norm)
-            if self.zero in (1, 2) and is_finite:
-                self._at = 0
-                for bucket in self.buckets:
-                    bucket.resident = False
-                self._gather_until(0, in_section=True)
-                self._gather_ahead(0, in_section=True)
+        gathered = self._gathered
+        try:
+            with Section(f"step {self._steps} of DataParallel", told=False) as section:
+                for axis in (self._sums, self._gathers, *self._others(), *axes):
+                    section.begin(axis)
+                try:
+                    norm = self._agreed_step(clip)
+                finally:
+                    self._reset()
+                is_finite = not self.check_for_nan or self._is_finite(norm)
+                if self.zero in (1, 2) and is_finite:
+                    self._forget_parameters()
+                    self._gather_until(0, in_section=True)
+                    self._gather_ahead(0, in_section=True)
+        except Exception as error:
+            if self.zero < 3:
+                self._gathered = gathered + len(self._cycle)
+            self._promise(error, ahead)
+            raise
         if not is_finite:  # all ranks have the same norm, so nobody must hear of it
             raise TensorError(f"the norm of the gradient of all ranks is {norm}. {NOTHING_UPDATED}")
         if self._torn is not None:
@@ -574,6 +585,49 @@ class DataParallel:
             summed = call(all_reduce, summed, dtype="float64", comm=axis, schedule=same_bits(axis))
         return (float(summed[0]) if place(summed) is None else summed[0]), flags
 
+    def _restart(self) -> None:
+        """Begin anew after an error. All ranks do, so all gather the parameters again."""
+        self._reset()
+        if self.zero in (1, 2):
+            self._forget_parameters()
+
+    def _forget_parameters(self) -> None:
+        """They are gathered again."""
+        self._at = 0
+        for bucket in self.buckets:
+            bucket.resident = False
+
+    def _promise(self, error: Exception, ahead: int) -> None:
+        """This rank has failed in the middle of a step. Others may have done their part of it, and be in the next one.
+
+        So this rank takes part in all of that, refuses it, and waits for nothing. Its next call waits. The section has
+        refused the gathers of the other ranks up to position `ahead`.
+        """
+        refused: list[Any] = []
+        if self.zero == 3:
+            refused.append(begin_agreement(self._gathers, "a refused step", error).values)
+        else:
+            for i in self._cycle[ahead:] if self.zero else ():
+                self.buckets[i].gathering.refuse(error)
+                refused.append(self.buckets[i].gathering.wait)
+        for bucket in reversed(self.buckets):
+            bucket.summing.refuse(error)
+            refused.append(bucket.summing.wait)
+        axes = [*([self._gathers] if self.zero < 3 else []), *self._others(), *self._over]
+        refused += [begin_agreement(axis, "a refused step", error).values for axis in axes]
+        self.comm.engine.wake_helper()
+        self._promised = refused
+        self._restart()
+        if self.zero == 3:
+            self._at = 0
+
+    def _keep_promises(self) -> None:
+        """Wait until the other ranks have heard of a step that has failed on this one."""
+        promised, self._promised = self._promised, []
+        for wait in promised:
+            with suppress(Exception):
+                wait()
+
     def _reset(self) -> None:
         """Forget the gradients, and what is left of this step."""
         for bucket in self.buckets:
@@ -645,10 +699,10 @@ class DataParallel:
             if begun:
                 try:
                     self._finish_cycle()
-                except MismatchError:  # another rank has refused before
-                    begun = False
-                except refusals:
-                    self._give_up_cycle(refusals)
+                except refusals as other:
+                    begun = not self._is_refused(other)
+                    if begun:
+                        self._give_up_cycle(refusals)
             if not begun:
                 self._at, self._gathered = 0, self._gathered - 1
             else:
@@ -661,7 +715,7 @@ class DataParallel:
         self._refuse(error, [*self._others(), *self._over])
         if not self._over and not self._agreed:
             self._owed.append(error)
-        self._reset()
+        self._restart()
         raise error
 
     def _give_up_cycle(self, refusals: tuple[type[Exception], ...]) -> None:
@@ -688,6 +742,8 @@ class DataParallel:
     def _check_open(self) -> None:
         if self.closed:
             raise StateError("this DataParallel is closed")
+        if self._promised:
+            self._keep_promises()
 
     # ------------------------------------------------------------------------------------ what is sent, what is kept
     @contextmanager
@@ -727,6 +783,10 @@ class DataParallel:
         if self.closed:
             return
         self.closed = True
+        if max(agree(self.comm, "close of DataParallel", value=int(bool(self._promised)))) and not self._promised:
+            with suppress(FompiError):  # another rank has failed in the last step
+                self._fail(StateError("close of DataParallel after a step that has failed on another rank"))
+        self._keep_promises()
         left = len(self.buckets) - 1 - self._next
         self._leave(most=max(agree(self.comm, "close of DataParallel: sums", value=left)) - left)
         gathered = max(agree(self.comm, "close of DataParallel: gathers", value=self._gathered))

@@ -8,10 +8,10 @@ mean.wait()
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any, Self
 
 from fompi.engine.communicator import Communicator
+from fompi.engine.handshake import Agreement, begin_agreement
 from fompi.ops.bound_call import BoundCall
 from fompi.ops.operation import Operation
 from fompi.ops.pending import Pending
@@ -42,6 +42,8 @@ class Unbound:
     _call: Pending | Exception | None = None
     """The last call, or the error with which this rank has refused it. None: no call, or its result was taken."""
 
+    _refused: Agreement | None = None  # of a call that was refused and is in flight
+
     def __init__(self, operation: Operation[Any], comm: Communicator, options: dict[str, Any]):
         self._operation, self._comm, self._options = operation, comm, options
 
@@ -55,9 +57,8 @@ class Unbound:
         return self
 
     def refuse(self, error: Exception) -> None:
-        self._call = error
-        with suppress(type(error)):
-            self._operation.refuse(error, self._comm)
+        self._call, self._refused = error, begin_agreement(self._comm, self._operation.name, error)
+        self._comm.engine.wake_helper()  # the call ends without this program
 
     def close(self) -> None:
         """It has no memory."""
@@ -67,7 +68,9 @@ class Unbound:
 
     def wait(self) -> Any:
         """The result of the call, which is not kept. An error is raised each time."""
-        call = self._call
+        call, refused, self._refused = self._call, self._refused, None
+        if refused is not None:
+            refused.values()  # it raises the error
         if isinstance(call, Exception):
             raise call
         if call is None:

@@ -49,10 +49,11 @@ class Section:
     """Calls that belong together. Its kernels follow IEEE 754 without warnings or errors, as those of operations do.
 
     Several threads may be in a shared one. The sections inside of it are in no order, so they end together with it.
+    If it is `told`, a rank that had done its part hears of an error in its next call. Else its strategy tells it.
     """
 
-    def __init__(self, name: str, shared: bool = False):
-        self.name, self.shared = name, shared
+    def __init__(self, name: str, shared: bool = False, told: bool = True):
+        self.name, self.shared, self._told = name, shared, told
         self.begun: dict[Channel, tuple[Communicator, int]] = {}  # with which call it began on each communicator
         self.error: BaseException | None = None  # by which it has ended
         self._around: Section | None = None  # of this thread
@@ -119,7 +120,7 @@ class Section:
     def _end_late(self, error: PeerError) -> None:
         """This rank had done its part. Its next call ends with the error, or the one in flight, if that is refused."""
         error.add_note("fompi: this rank had done its part")
-        for channel in self.begun:
+        for channel in self.begun if self._told else ():
             channel.owed = self
         self.end_by(error)
 

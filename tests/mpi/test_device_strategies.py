@@ -244,5 +244,4 @@ def test_errors_of_cuda_at_each_call(world, comm, fakecuda, monkeypatch, name):
         device.runtime.sticky, device.fault = 0, None
         del call, own
         close(device, world, comm)
-        if not name.startswith("data"):  # what was bound for it lives as long as its communicators
-            assert device.runtime.memory == {}, (name, case)
+        assert device.runtime.memory == {}, (name, case)
