@@ -141,6 +141,9 @@ class Pipeline:
                 by = "; ".join(" ".join(map(str, a)) for a in order(schedule, size, microbatches, len(self.stages)))
             text = f"{self.problem} with {self.problem.activations} by {by}, checked {checked}"
             text += "" if device is None else f", on a {device.name}"
+            self._backend = backend or (Numpy() if device is None else backend_of(device).by_caller())
+            if device is not None:  # its streams are made before the ranks agree
+                self.comm.paths(device)
         except Exception as error:  # of any kind: the other ranks wait for this one
             refusal = error
         agree(self.comm, text, refusal)
@@ -150,7 +153,6 @@ class Pipeline:
         self._refusal: Exception | None = None
         self._forget()
         self.device = device
-        self._backend = backend or (Numpy() if device is None else backend_of(device).by_caller())
         if framework == "numpy" and device is not None:
             framework = "device" if device.key == "software" else "cupy"
         self._like = Tensor(None, dtype, framework, False, None)
