@@ -128,7 +128,7 @@ class Section:
         """The error that this rank has not seen yet. Now it has."""
         for channel in self.begun:
             channel.owed = None
-        return self.error
+        return None if self.error is None else without_frames(self.error)  # who raises it gives it frames
 
     @contextmanager
     def in_this_thread(self) -> Iterator[None]:

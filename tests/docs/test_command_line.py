@@ -484,7 +484,7 @@ from fompi.model.machine import Machine
 from fompi.tuning.verdict import Disturbance, Verdict
 import fompi.tuning.calibrate as module
 
-def quick(comm, say, limit):
+def quick(comm, say, limit, device):
     say("kernels")
     found = [Disturbance("others used 2.0 of 2 cores", True)] if "busy.json" in sys.argv[1] else []
     return module.Calibrated(Machine.load("laptop"), Verdict(tuple(found)))

@@ -179,7 +179,8 @@ def test_no_host_wait_in_a_step(world, comm, fakecuda, monkeypatch, path):
         begun = len(device.runtime.log)
         waits.clear()
         step()
-        called = {entry[0] for entry in device.runtime.log[begun:]}
+        # free(0) is the first call of a thread, which may be the helper in the middle of a step
+        called = {entry[0] for entry in device.runtime.log[begun:] if entry[:2] != ("free", 0)}
         assert not waits and not called & {*WAITING}, (name, called, waits)
         assert world.size == 1 or "eventQuery" in called or "of all rows" in name, "beside the polls"
 

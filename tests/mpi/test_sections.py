@@ -216,9 +216,10 @@ def of_wrappers(path, name):
     """
     files = ("data_parallel.py", "zero.py", "data.py", "buckets.py", "arrays.py", "optimizers.py")
     doors = "forward _look refuse_copy step wait ready __getitem__ _finish _finish_cycle _end_cycle _check_open"
-    ends = "_restart _is_refused _promise _keep_promises agree_everywhere _first_sum _gather_until _settle _bucket_of _reset reset _others axes_of check_clip"
+    failed = "_restart _is_refused _promise _keep_promises"
+    ends = "agree_everywhere _first_sum _gather_until _settle _bucket_of _reset reset _others axes_of check_clip"
     waits = "_arrive _gather_ahead _last_ahead _wait array_of tensor_of"
-    outside = *doors.split(), *ends.split(), *waits.split(), "_optimizer_in_words", "<listcomp>"
+    outside = *doors.split(), *ends.split(), *failed.split(), *waits.split(), "_optimizer_in_words", "<listcomp>"
     return path.name in files and name not in outside
 
 
