@@ -211,6 +211,7 @@ class DataParallel:
         self._over = self._known  # the axes of the last step
         self._owed: list[Exception] = []  # errors of first steps, of which axes that are not known yet must hear
         self._agreed = False  # a step has come to its update
+        self._left: Section | None = None  # of the last step, of which this rank had done its part
         self._promised: list[Callable[[], object]] = []  # what waits for calls that this rank has refused in advance
         self._torn: BaseException | None = None  # the error of the optimizer in the middle of an update
         self.closed = False
@@ -480,6 +481,7 @@ class DataParallel:
                 self._gathered = gathered + len(self._cycle)
             self._promise(error, ahead)
             raise
+        self._left = section
         if not is_finite:  # all ranks have the same norm, so nobody must hear of it
             raise TensorError(f"the norm of the gradient of all ranks is {norm}. {NOTHING_UPDATED}")
         if self._torn is not None:
@@ -586,9 +588,11 @@ class DataParallel:
         return (float(summed[0]) if place(summed) is None else summed[0]), flags
 
     def _restart(self) -> None:
-        """Begin anew after an error. All ranks do, so all gather the parameters again."""
+        """Begin anew after an error. If the step before has failed on another rank, all gather the parameters again."""
         self._reset()
-        if self.zero in (1, 2):
+        self.comm.engine.receive_control()
+        left, self._left = self._left, None
+        if self.zero in (1, 2) and left is not None and left.error is not None:
             self._forget_parameters()
 
     def _forget_parameters(self) -> None:
@@ -617,9 +621,10 @@ class DataParallel:
         refused += [begin_agreement(axis, "a refused step", error).values for axis in axes]
         self.comm.engine.wake_helper()
         self._promised = refused
-        self._restart()
-        if self.zero == 3:
-            self._at = 0
+        self._reset()
+        self._left = None
+        if self.zero:
+            self._forget_parameters()
 
     def _keep_promises(self) -> None:
         """Wait until the other ranks have heard of a step that has failed on this one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -64,6 +65,27 @@ def test_the_full_report_has_a_line_for_each_rank(reporting):
         for line in lines[2 : 2 + ranks]:
             p50, p99, *rest = map(float, line.split()[1:])
             assert 0 < p50 <= p99 and len(rest) == 7
+
+
+ON_DEVICE = """
+import time
+device = fompi.Device("software", seed=fompi.Communicator().rank)
+x, w = device.array(np.ones((64, 32), "f4")), device.array(np.ones((32, 16), "f4"))
+for k in range(4):
+    if fompi.Communicator().rank == 0:
+        time.sleep(0.05)  # the other rank waits for its message
+    fompi.all_gather_matmul(x, w)
+    fompi.mark_step()
+"""
+
+
+@pytest.mark.one_mpi
+def test_how_long_the_host_waited_for_messages_of_devices(reporting, tmp_path):
+    finished = reporting(2, ON_DEVICE).finished
+    words = r"^the host waited for messages: (\S+) ms in all, (\S+) ms for each of 3 steps, on rank 1$"
+    found = re.search(words, finished.stderr, re.MULTILINE)
+    assert finished.returncode == 0 and found, finished.output
+    assert 100 < float(found[1]) < 10_000 and float(found[2]) == pytest.approx(float(found[1]) / 3, rel=0.01)
 
 
 STEPS = """
