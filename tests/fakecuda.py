@@ -134,7 +134,8 @@ class Runtime:
     # -- memory
     @property
     def used(self):
-        return sum(n for ptr, (_, n, kind, _) in self.memory.items() if kind == DEVICE and ptr not in self.opened)
+        blocks = [*self.memory.items()]  # the helper thread may allocate now
+        return sum(n for ptr, (_, n, kind, _) in blocks if kind == DEVICE and ptr not in self.opened)
 
     def _allocate(self, nbytes, kind):
         """A file in memory, so that another process can open it."""
@@ -156,15 +157,20 @@ class Runtime:
 
     def _forget(self, ptr, kind):
         assert self.memory[ptr][2] == kind
-        del self.memory[ptr]
-        os.close(self.files.pop(ptr))
         self.addresses.remove(ptr)
+        os.close(self.files.pop(ptr))
+        del self.memory[ptr]  # last: from now on another thread may get the address
+
+    def _base(self, ptr):
+        """The address of the allocation in which `ptr` may be."""
+        addresses = [*self.addresses]  # other threads change them
+        at = bisect_right(addresses, ptr) - 1
+        assert at >= 0, f"{ptr:#x} is no memory of CUDA"
+        return addresses[at]
 
     def span(self, ptr, nbytes):
         """The kind of memory from `ptr` on. AssertionError if so many bytes were not allocated there."""
-        at = bisect_right(self.addresses, ptr) - 1
-        assert at >= 0, f"{ptr:#x} is no memory of CUDA"
-        base = self.addresses[at]
+        base = self._base(ptr)
         _, size, kind, _ = self.memory[base]
         assert base <= ptr and ptr + nbytes <= base + size, f"{nbytes} bytes at {ptr:#x} leave an allocation of {size}"
         return kind
@@ -198,8 +204,7 @@ class Runtime:
 
     def _pointerGetAttributes(self, ptr):
         self.span(ptr, 1)
-        base = self.addresses[bisect_right(self.addresses, ptr) - 1]
-        return REAL.PointerAttributes(self.memory[base][3], ptr, 0, 2)
+        return REAL.PointerAttributes(self.memory[self._base(ptr)][3], ptr, 0, 2)
 
     def _ipcGetMemHandle(self, ptr):
         numbers = (os.getpid(), self.files[ptr], self.memory[ptr][1])

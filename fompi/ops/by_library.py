@@ -8,12 +8,11 @@ needs no thread to move it. All ranks decide alike.
 
 from __future__ import annotations
 
-import sys
 import threading
 from time import perf_counter, sleep
 
+from fompi.engine.faults import end_job
 from fompi.mpi import launcher
-from fompi.mpi.link import abort
 from fompi.mpi.transport import world
 
 ALWAYS = 1 << 62
@@ -65,10 +64,8 @@ def _watch(seconds: float) -> None:
         if first is None or first is not call:
             call, since = first, perf_counter()
         elif perf_counter() - since > seconds:
-            print(
-                f"fompi: rank {rank} of {size} ends: WaitTimeout: it has waited {seconds:g} s (FOMPI_TIMEOUT) in "
-                f"{call[0]} of the MPI library: another rank has not called it, or has other arguments",
-                file=sys.stderr,
-                flush=True,
+            end_job(
+                f"rank {rank} of {size} ends: WaitTimeout: it has waited {seconds:g} s (FOMPI_TIMEOUT) in {call[0]} of "
+                "the MPI library: another rank has not called it, or has other arguments",
+                status=1,
             )
-            abort(1)

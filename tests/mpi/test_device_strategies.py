@@ -86,8 +86,7 @@ def test_strategies_on_the_fake_cuda(world, comm, fakecuda, monkeypatch, name):
     compare(name, wanted, strategy_calls.calls(world, device)[name](up, fakecuda.of_cupy))
     close(device, world, comm)
     assert device.runtime.lives == {"event": set(), "stream": set()}
-    # Experts: in one of ten runs the arrays of the program live on for seconds. What holds them is not known.
-    assert device.runtime.memory == {} or name.startswith("experts")
+    assert device.runtime.memory == {}
 
 
 @pytest.mark.skipif(fompi.Communicator().size != 2, reason="the numbers are those of two ranks")
@@ -247,4 +246,4 @@ def test_errors_of_cuda_at_each_call(world, comm, fakecuda, monkeypatch, name):
         device.runtime.sticky, device.fault = 0, None
         del call, own
         close(device, world, comm)
-        assert device.runtime.memory == {} or name == "experts", (name, case)
+        assert device.runtime.memory == {}, (name, case)
