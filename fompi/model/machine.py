@@ -122,7 +122,9 @@ class Machine:
     for one of another stream begins `event` seconds after its end. The host sees the end of a kernel `poll` seconds
     later, so a message leaves then. Ranks that are not in one group of `staged` consecutive ranks exchange messages
     through host memory, with copies down and up (`fompi.plans.staged`). 1: all do. 0: none does. Messages of at most
-    `staged_below` bytes do in any case: there this is faster than a copy between the devices.
+    `staged_below` bytes do in any case: there this is faster than a copy between the devices. One kernel may compute
+    all products that a bound plan sends, and announce each of them while it runs. It computes with the share
+    `announced` of `flops_rate`, and there is one call, and one last wave, for all of them. 0: this is not known.
 
     `memory` are the bytes of a rank. `fompi.layouts` leaves out what does not fit.
 
@@ -169,6 +171,7 @@ class Machine:
     event: float = 0.0
     staged: int = 0
     staged_below: int = 0
+    announced: float = 0.0
 
     def __post_init__(self) -> None:
         given = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -225,6 +228,19 @@ class Machine:
         if self.wave and elements:
             flops *= products * self.wave * ceil(elements / (products * self.wave)) / elements
         return self.overhead + max(flops / self.flops_rate, nbytes / self.memory_rate) + packed / self.pack_rate
+
+    @cached_property
+    def announcing(self) -> Machine:
+        """This machine for products of one kernel that announces them: none has a call, or a last wave, of its own."""
+        rate = self.flops_rate * (self.announced or 1.0)
+        return replace(self, flops_rate=rate, overhead=0.0, wave=0, pack_rate=NO_PACKING)
+
+    def last_wave(self, elements: float, flops: float) -> float:
+        """Seconds for which some processors idle at the end of products of `elements` and `flops`, in one kernel."""
+        if not (self.wave and elements):
+            return 0.0
+        missing = self.wave * ceil(elements / self.wave) / elements - 1
+        return missing * flops / self.flops_rate / (self.announced or 1.0)
 
     def is_staged(self, rank: int, peer: int) -> bool:
         """True if messages between these ranks go through host memory. The ranks have devices then."""
@@ -283,6 +299,8 @@ class Machine:
         if self.launch:
             costs = f"{1e6 * self.launch:.3g} us per launch, {1e6 * self.event:.3g} us between streams"
             lines.append(f"device: {costs}, the host sees an end {1e6 * self.poll:.3g} us later")
+        if self.announced:
+            lines.append(f"one kernel that announces its products computes at {self.announced:.0%} of this rate")
         if self.staged:
             lines.append(f"through host memory: messages between groups of {self.staged} rank{'s' * (self.staged > 1)}")
         if self.staged_below:
@@ -418,6 +436,9 @@ def _field(name: str, value: Any, fastest: float) -> Any:
         return _natives(name, value)
     if name == "native_share":
         return file_checks.number(name, value, 0.0, 1.0)
+    if name == "announced":
+        share = file_checks.number(name, value, 0.0, 1.0)
+        return share and file_checks.number(name, share, LEAST_SHARE, 1.0)
     if name == "poll":
         return file_checks.seconds(name, value) and file_checks.number(
             name, value, LEAST_POLL, file_checks.MOST_SECONDS

@@ -50,9 +50,10 @@ def simulate(plan: Plan, machine: Machine | str, sizes: Sizes | None = None) -> 
     return Trace("predicted", f"{plan.problem} by {plan.schedule} on {machine.name}", tuple(events))
 
 
-def representatives(plan: Plan, machine: Machine, sizes: Sizes | None = None) -> Trace:
+def representatives(plan: Plan, machine: Machine, sizes: Sizes | None = None, announces: bool = False) -> Trace:
     """The Trace of the ranks that represent all, or of all ranks. It takes as long as `simulate` predicts.
 
+    `announces`: one kernel computes the products that a device can announce.
     With more than FEW_RANKS ranks, a ring with unequal sizes is represented by the rank that ends last. And if ranks
     differ by one row, all get the greater number of rows, if that makes them alike.
     """
@@ -60,14 +61,14 @@ def representatives(plan: Plan, machine: Machine, sizes: Sizes | None = None) ->
     known: dict[int, Constraints] = {}
     step = symmetry(plan, sizes, machine, known)
     if step > FEW_RANKS:
-        if (trace := rotated(plan, sizes, machine)) is not None:
+        if not announces and (trace := rotated(plan, sizes, machine)) is not None:
             return trace
         rounded = Sizes((max(sizes.rows, default=0),) * plan.size)
         if sizes.rows and max(sizes.rows) == min(sizes.rows) + 1 and symmetry(plan, rounded, machine) < step:
-            return representatives(plan, machine, rounded)
+            return representatives(plan, machine, rounded, announces)
     title = f"{plan.problem} by {plan.schedule} on {machine.name}"
     shown = "" if step == plan.size else f"; ranks 0 to {step - 1} of {plan.size}, the other ranks do the same"
-    return Trace("predicted", title + shown, tuple(Walk(plan, sizes, machine, step, known).run()))
+    return Trace("predicted", title + shown, tuple(Walk(plan, sizes, machine, step, known, announces).run()))
 
 
 def predict(plan: Plan, machine: Machine, sizes: Sizes | None = None) -> float:

@@ -21,7 +21,16 @@ from fompi.base.layout import Sizes
 from fompi.model.machine import Machine
 from fompi.model.network import EventQueue, Message, Network
 from fompi.plans import kernels
-from fompi.plans.dependencies import KERNEL_LANES, Constraints, Frontier, constraints, lane, message_numbers, track
+from fompi.plans.dependencies import (
+    KERNEL_LANES,
+    Constraints,
+    Frontier,
+    announced,
+    constraints,
+    lane,
+    message_numbers,
+    track,
+)
 from fompi.plans.plan import Chunk, Collective, Compute, Op, Plan, Program, Recv, Send
 from fompi.traces.trace import Event
 
@@ -49,7 +58,8 @@ def check_sizes(plan: Plan, sizes: Sizes) -> None:
 class Walk:
     """The simulation of the first `step` ranks of a plan. They represent all ranks (see `simulate`).
 
-    `known` are constraints of programs that were computed before, by rank.
+    `known` are constraints of programs that were computed before, by rank. `announces`: one kernel computes the
+    products that a device can announce (`announced`).
     """
 
     def __init__(
@@ -59,6 +69,7 @@ class Walk:
         machine: Machine,
         step: int,
         known: Mapping[int, Constraints] = MappingProxyType({}),
+        announces: bool = False,
     ):
         check_sizes(plan, sizes)
         self.plan, self.machine, self.step, self.programs = plan, machine, step, plan.programs[:step]
@@ -66,7 +77,13 @@ class Walk:
         self.offsets = [
             {b.name: b.offsets(e) for b in p.buffers} for p, e in zip(self.programs, self.extents, strict=True)
         ]
-        self.frontiers = [Frontier(known.get(p.rank) or constraints(p.ops, plan.pace)) for p in self.programs]
+        found = [known.get(p.rank) or constraints(p.ops, plan.pace) for p in self.programs]
+        self.frontiers = [*map(Frontier, found)]
+        self.announced = [
+            announced(p, each.needs) if announces else () for p, each in zip(self.programs, found, strict=True)
+        ]
+        self.computed = [(0.0, 0.0)] * step  # by the one kernel: elements and operations
+        self.gathered = [0] * step  # of these products: how many may start, if their kernel has not begun
         self.numbers = [message_numbers(p.ops) for p in self.programs]
         self.queue = EventQueue()
         self.at = self.queue.at
@@ -116,6 +133,13 @@ class Walk:
             self.begin(*self.released.popleft())
 
     def begin(self, rank: int, i: int) -> None:
+        if i in self.announced[rank]:
+            self.gathered[rank] += 1
+            if self.gathered[rank] == len(self.announced[rank]):  # one launch for all of them
+                begins = max(self.queue.now, self.on_device(rank, i) if self.machine.launch else 0.0)
+                for each in self.announced[rank]:
+                    self.at(begins, partial(self.begin_now, rank, each))
+            return
         begins = self.on_device(rank, i) if self.machine.launch else 0.0
         if begins > self.queue.now:
             self.at(begins, partial(self.begin_now, rank, i))
@@ -195,10 +219,19 @@ class Walk:
             seconds = self.machine.copy(self.nbytes(rank, op.reads[0])) * self.jitter()
         elif (own := self.plan.kernel(op.kernel)) is not None:
             seconds = own.seconds_of(op) * self.jitter()
+        elif i in self.announced[rank]:
+            seconds = self.announced_seconds(rank, i, kernels.demand(op.kernel, *operands)) * self.jitter()
         else:
             seconds = self.machine.kernel(*kernels.demand(op.kernel, *operands)) * self.jitter()
         self.at(self.queue.now + seconds, finish)
         return seconds
+
+    def announced_seconds(self, rank: int, i: int, demand: kernels.Demand) -> float:
+        """Seconds of a product of the one kernel. The first one bears its call, the last one its last wave."""
+        machine, ops = self.machine, self.announced[rank]
+        seconds = machine.announcing.kernel(*demand) + machine.overhead * (i == ops[0])
+        self.computed[rank] = self.computed[rank][0] + demand.elements, self.computed[rank][1] + demand.flops
+        return seconds + (machine.last_wave(*self.computed[rank]) if i == ops[-1] else 0.0)
 
     # -- messages
     def post(self, rank: int, i: int, op: Send | Recv) -> None:

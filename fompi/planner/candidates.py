@@ -74,6 +74,7 @@ class Candidate(NamedTuple):
     window: int | None = None
     rows: tuple[int, ...] | None = None  # how many rows each rank sums in an all-reduce; None: as even as possible
     order: tuple[tuple[int, ...], ...] = ()  # the peers of each rank in the order of its sends; empty: the schedule's
+    announced: bool = False  # one kernel of a device computes the products, and announces them while it runs
 
     def __str__(self) -> str:
         cut = "" if self.schedule in ("unfused", "unfused_p2p", *WHOLE) else f", {slices_in_words(self.slices)}"
@@ -81,16 +82,17 @@ class Candidate(NamedTuple):
         rows = "" if self.rows is None else ", rows by rate"
         # At most two orders are compared. A checksum distinguishes them.
         order = f", peer order {crc32(str(self.order).encode()) & 0xFF:02x}" if self.order else ""
-        return f"{self.schedule}{cut}{window}{rows}{order}"
+        return f"{self.schedule}{cut}{window}{rows}{order}{', announced' * self.announced}"
 
     def fits_call(self, size: int) -> bool:
         """True if a call of `size` ranks can take this candidate. A bound plan can take every candidate.
 
         A rank in a call knows the problem, but only its own rows. So a call has even rows, and the window and the order
-        of peers of its schedule.
+        of peers of its schedule. Its tensors may lie elsewhere each time, so no kernel announces its products.
         """
         default_window = self.schedule in DIRECT_FAMILY and self.window == direct_window(size)
-        return (self.window is None or default_window) and self.rows is None and not self.order
+        is_usual = self.rows is None and not self.order and not self.announced
+        return (self.window is None or default_window) and is_usual
 
 
 def is_distinct(problem: Problem, schedule: str, slices: Slices) -> bool:
@@ -140,6 +142,25 @@ def candidates(problem: Problem, machine: Machine, most_ops: int = MOST_OPS) -> 
             if name == "direct" and size > 2:
                 pairwise = problem.exchanges and not computes
                 yield Candidate(PAIRWISE, slices) if pairwise else Candidate(name, slices, 1)
+
+
+def announcing(problem: Problem, sizes: Sizes, machine: Machine, listed: Sequence[Candidate]) -> Iterator[Candidate]:
+    """Those of the candidates in which one kernel of a device can announce its products, announced.
+
+    On two ranks there is one more: with the best groups of one kernel (`fompi.model.flow_shop.announced`).
+    """
+    if not machine.announced or problem.size == 1 or not (problem.multiplies_first and problem.weights):
+        return
+    shard = max(rows_worked(problem, sizes, rank) for rank in range(problem.size)) / problem.size
+    yield from (c._replace(announced=True) for c in listed if c not in UNFUSED and c.schedule not in WHOLE)
+    if problem.size > 2 or problem.moves == "all_reduce" or shard < EXACT_UNITS:
+        return
+    unit, link = shard / EXACT_UNITS, machine.link(0, 1)
+    done = [machine.poll + call_seconds(problem, machine.announcing, (n + 1) * unit) for n in range(EXACT_UNITS)]
+    best = announced(done, lambda n: link.seconds(n * unit * max(row_nbytes(problem))))
+    rows = best.sizes
+    slices: Slices = len(rows) if len({*rows}) == 1 else tuple(n // gcd(*rows) for n in rows)
+    yield Candidate("direct", slices, announced=True)
 
 
 def other_windows(best: Candidate, size: int) -> Iterator[Candidate]:

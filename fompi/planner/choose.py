@@ -221,7 +221,7 @@ def plan_for(
     if schedule == "auto" and machine is not None:
         cut: Slices
         best = explain(problem, sizes, machine, at, events=MOST_EVENTS).winner.candidate
-        name, cut, best_window, rows, order = best
+        name, cut, best_window, rows, order, _ = best
         window = best_window if window is None else window
         sizes = sizes if rows is None else Sizes(rows)
     elif schedule == "auto":

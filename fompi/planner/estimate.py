@@ -22,6 +22,7 @@ def estimate(problem: Problem, sizes: Sizes, machine: Machine, candidate: Candid
     can hide.
     """
     size, schedule = problem.size, candidate.schedule
+    each = machine.announcing if candidate.announced else machine  # for one of several products
     rows = max(rows_worked(problem, sizes, rank) for rank in range(size))
     shares = shares_of(schedule, candidate.slices)
     pieces = [rows / size * share / sum(shares) for share in shares]
@@ -32,11 +33,11 @@ def estimate(problem: Problem, sizes: Sizes, machine: Machine, candidate: Candid
     if schedule == "unfused":
         return whole + machine.native(problem.moves, native_nbytes(problem, rows), size)
     if schedule == "sliced":
-        calls = sum(call_seconds(problem, machine, piece * size, size) for piece in pieces)
+        calls = sum(call_seconds(problem, each, piece * size, size) for piece in pieces)
         nbytes = [native_nbytes(problem, piece * size) for piece in pieces]
         collectives = [machine.native(problem.moves, n, size, again=len(pieces) > 1) for n in nbytes]
         calls += sum(machine.native_sums(problem.moves, n, size) for n in nbytes[:-1])
-        first = call_seconds(problem, machine, pieces[0] * size, size)
+        first = call_seconds(problem, each, pieces[0] * size, size)
         return max(calls + collectives[-1], first + sum(collectives))
     if schedule == "exchange":
         return whole + wire.seconds(candidate, [rows])
@@ -51,12 +52,12 @@ def estimate(problem: Problem, sizes: Sizes, machine: Machine, candidate: Candid
     if schedule == "unfused_p2p":
         return whole + messages + sums
     if schedule == "sliced_p2p":
-        first, last = (call_seconds(problem, machine, pieces[i] * size, size) for i in (0, -1))
-        calls = sum(call_seconds(problem, machine, piece * size, size) for piece in pieces)
+        first, last = (call_seconds(problem, each, pieces[i] * size, size) for i in (0, -1))
+        calls = sum(call_seconds(problem, each, piece * size, size) for piece in pieces)
     else:
-        first, last = (call_seconds(problem, machine, pieces[i]) for i in (0, -1))
-        calls = (size - 1) * sum(call_seconds(problem, machine, piece) for piece in pieces)
-        calls += call_seconds(problem, machine, rows / size)
+        first, last = (call_seconds(problem, each, pieces[i]) for i in (0, -1))
+        calls = (size - 1) * sum(call_seconds(problem, each, piece) for piece in pieces)
+        calls += call_seconds(problem, each, rows / size)
     if machine.lanes == 2:
         messages = max(messages, sums)  # sums run beside kernels and messages, one sum after the other
     else:

@@ -24,6 +24,7 @@ from fompi.planner.candidates import (
     UNFUSED,
     Candidate,
     all_reduces_by_rate,
+    announcing,
     candidates,
     exact_cuts,
     other_windows,
@@ -275,6 +276,7 @@ def explain(
         dict.fromkeys([*candidates(problem, machine, most_ops), *exact_cuts(problem, sizes, machine, most_ops)])
     )
     listed += [*all_reduces_by_rate(problem, sizes, machine), *peer_orders(problem, sizes, machine)]
+    listed += dict.fromkeys(announcing(problem, sizes, machine, listed))
     if for_call:
         listed = [candidate for candidate in listed if candidate.fits_call(problem.size)]
     if schedules:
@@ -319,7 +321,7 @@ def _is_always_simulated(candidate: Candidate) -> bool:
 
 
 def _plan(problem: Problem, sizes: Sizes, candidate: Candidate, at: Callable[[int], Problem] | None) -> Plan:
-    schedule, slices, window, rows, order = candidate
+    schedule, slices, window, rows, order, _ = candidate
     return write(problem, schedule, slices, sizes if rows is None else Sizes(rows), window, at, order)
 
 
@@ -359,7 +361,7 @@ def _simulated(
     problem: Problem, sizes: Sizes, machine: Machine, at: Callable[[int], Problem] | None, judged: Judged
 ) -> Judged:
     plan = _as_run(_plan(problem, sizes, judged.candidate, at), machine)
-    trace = representatives(plan, machine)
+    trace = representatives(plan, machine, announces=judged.candidate.announced)
     last = max(trace.events, key=lambda event: event.end, default=None)
     proof = prove(trace, RankDependencies(plan, last.rank)) if last is not None else None
     return judged._replace(proof=proof, trace=trace)

@@ -118,6 +118,7 @@ def bind(
     out: Any = None,
     backend: Backend | None = None,
     kernels: Mapping[str, Callable[..., object]] | None = None,
+    announces: bool = True,
     **tensors: Any,
 ) -> Executor:
     """An Executor of `plan` on these tensors, by the names of its buffers: `bind(plan, comm=tp, x=x, w=w, out=y)`.
@@ -128,6 +129,7 @@ def bind(
 
     On a device bind launches `f` once more, on scratch arrays full of zeros: what it compiles and loads must not stop
     the first call. Its error is an error of bind, on all ranks. A kernel that the plan declares is not launched.
+    `announces`: one kernel of the device may compute the products and announce them, if it is faster (FOMPI_COUNTERS).
     """
     communicator = Communicator.of(comm)
     if out is not None:
@@ -139,7 +141,8 @@ def bind(
         if device is not None:
             paths = communicator.paths(device)
             where = f" on a {paths.title}"
-            missing = device.needs_for_announced() if environment.value("FOMPI_COUNTERS") == "1" else ""
+            always = environment.value("FOMPI_COUNTERS") == "1"
+            missing, announces = device.needs_for_announced() if always else "", announces or always
             if missing:
                 raise LaunchError(f"FOMPI_COUNTERS=1 cannot be done: {missing}")
             if not any(map(is_mirror, plan.programs[communicator.rank].buffers)):
@@ -149,7 +152,7 @@ def bind(
         memory = check_tensors(plan, communicator, tensors, backend)
         name = backend.name if device is None else paths.title
         by_caller = getattr(backend, "is_by_caller", False)
-        compiled = Compiled(plan, communicator.rank, name if backend.asynchronous else "", by_caller)
+        compiled = Compiled(plan, communicator.rank, name if backend.asynchronous else "", by_caller, announces)
         if device is not None and kernels and replaced:
             starts = compiled.sized(plan.extents(communicator.rank)).starts
             for of, reads, writes in compiled.examples(replaced, memory.arrays, starts):

@@ -83,11 +83,12 @@ class Compiled:
     """The program of `rank` in `plan`, for any rows.
 
     `device` is the name of the device on which kernels are enqueued. Empty: kernels run on the host. `by_caller`: those
-    that the plan declares are functions of the program, which run in its thread.
+    that the plan declares are functions of the program, which run in its thread. `announces`: one kernel of the device
+    may compute several products and announce each of them.
     Raises PlanError if the program sends too many messages to one peer.
     """
 
-    def __init__(self, plan: Plan, rank: int, device: str = "", by_caller: bool = False):
+    def __init__(self, plan: Plan, rank: int, device: str = "", by_caller: bool = False, announces: bool = True):
         self.plan, self.program, self.asynchronous = plan, plan.programs[rank], bool(device)
         self.is_paced = plan.is_paced
         ops = self.program.ops
@@ -101,7 +102,7 @@ class Compiled:
         limits = constraints(ops, plan.pace)
         self.announced: tuple[int, ...] = ()  # the products that one kernel of a device may announce
         if device:
-            self.announced = announced(self.program, limits.needs)
+            self.announced = announced(self.program, limits.needs) if announces else ()
             limits = device_constraints(ops, limits)
         self.follows = limits.follows
         self.multiplies = ("compute", 0) in self.lanes

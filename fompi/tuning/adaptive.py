@@ -148,7 +148,8 @@ class _Binding:
         return 0 if self.given["kernels"] or backend.asynchronous else 1 + digest(backend.name) % (1 << 32)
 
     def executor(self, candidate: Candidate) -> Executor:
-        return bind_plan(self.explanation.plan_of(candidate), comm=self.comm, **self.given)
+        announces = candidate.announced or not self.explanation.machine.announced  # 0: bind measures it
+        return bind_plan(self.explanation.plan_of(candidate), comm=self.comm, announces=announces, **self.given)
 
     def measure_fastest(self, backend_ids: Sequence[int]) -> Candidate:
         """The fastest of the best candidates. `backend_ids` are those of all ranks. Collective.
@@ -195,6 +196,8 @@ def sums_alike(problem: Problem, one: Candidate, other: Candidate) -> bool:
     slices do not change the owner. In an all-reduce they do. A weight gradient sums over rows, piece by piece, so its
     slices change the order.
     """
+    if one.announced != other.announced:  # each kernel rounds in its own way
+        return False
     if problem.gradients:
         return one._replace(window=None) == other._replace(window=None)
     if not problem.sums or one == other:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.cuda import backend_of
+from fompi.backends.cuda.device import ProductCall
 from fompi.base.errors import WaitTimeout
 from fompi.engine.communicator import Communicator
 from fompi.model import fit
@@ -38,6 +39,9 @@ PRODUCTS = (
 """The shapes (m, k, n) of the products on a GPU."""
 
 SOFTWARE_PRODUCTS = ((256, 256, 256), (64, 256, 256), (256, 64, 256), (128, 128, 128))
+
+ANNOUNCED, SOFTWARE_ANNOUNCED = (8, 1024, 4096, 4096), (4, 64, 64, 64)
+"""Products of one kernel that announces them: how many, and their shape (m, k, n)."""
 
 LARGE_NBYTES, SOFTWARE_LARGE_NBYTES = 64 << 20, 4 << 20
 """Of a copy to the host, and of each operand of a sum."""
@@ -101,6 +105,7 @@ class DeviceMeter:
         seconds = [max(1e-9, self._product(*shape) - idle) for shape in self._shapes]
         timed = [fit.product(*shape, s)._replace(packed=0.0) for shape, s in zip(self._shapes, seconds, strict=True)]
         flops_rate, _ = fit.product_rates(timed)
+        beside = launch + overhead + max(0.0, idle - launch)
         return {
             "launch": launch,
             "event": max(0.0, across - alone),
@@ -112,7 +117,22 @@ class DeviceMeter:
             "pack_rate": NO_PACKING,
             "wave": self.device.processors * TILE,
             "lanes": 2,  # messages take no time of its kernels
+            "announced": self._announced(flops_rate, beside),
         }
+
+    def _announced(self, flops_rate: float, beside: float) -> float:
+        """`Machine.announced`. `beside` are the seconds of the host and of a call. 0: a rank cannot do it."""
+        count, m, k, n = SOFTWARE_ANNOUNCED if self._is_software else ANNOUNCED
+        w = self.device.array(np.ones((k, n), np.float32))
+        pairs = [
+            (self.device.array(np.ones((m, k), np.float32)), self.device.empty((m, n), "float32")) for _ in range(count)
+        ]
+        products = [ProductCall("matmul", [x, w], [y], ["float32"] * 2, ["float32"]) for x, y in pairs]
+        made: Any = None if self.device.needs_for_announced() else self.device.announced(products, True, None)
+        if of_all_ranks(self.mpi, np.array([made is None], float)).any():
+            return 0.0
+        seconds = self._slowest(lambda: self._seconds(lambda: made.enqueue(self._stream))) - beside
+        return min(1.0, 2.0 * count * m * k * n / max(1e-9, seconds) / flops_rate)
 
     def staged_below(self, ring: Ring, level: Level) -> int:
         """The largest message that is faster through host memory than by this level, of those that were measured."""

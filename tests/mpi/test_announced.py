@@ -14,7 +14,9 @@ from fompi.backends.cuda import software
 from fompi.backends.cuda.failures import OutOfMemory
 from fompi.backends.cuda.software import SoftwareDevice
 from fompi.base.layout import Sizes
+from fompi.model.machine import Machine
 from fompi.mpi.paths import DIRECT, IPC, STAGED
+from fompi.planner.explain import explain
 from fompi.plans.plan import Send
 from fompi.schedules import registry
 
@@ -226,3 +228,19 @@ def test_a_kernel_that_fails_in_the_middle(world, product, monkeypatch):
         with pytest.raises(fompi.DeviceError, match=r"boom\. It was launched by op \d+, matmul\("):
             device.check()
     assert fompi.all_reduce(np.ones(3), comm=own).tolist() == [world.size] * 3
+
+
+@pytest.mark.parametrize(("share", "is_tried"), [(0.0, True), (0.3, False), (1.0, True)])
+def test_the_planner_says_whether_products_are_announced(world, device, monkeypatch, share, is_tried):
+    """A machine with the cost of the one kernel decides. One without it leaves the question to `bind`."""
+    monkeypatch.setenv("FOMPI_COUNTERS", "")
+    tried = []
+    monkeypatch.setattr(SoftwareDevice, "announced", lambda *_: tried.append(1))
+    machine = Machine("dear calls", 0.0, 1e3, 2e3, 1e9, 0.1, lanes=2, launch=0.01, poll=0.01, announced=share)
+    form = catalogue.problems(world.size, "float32")["matmul_reduce_scatter"]
+    found = explain(form, Sizes((64,) * world.size), machine)
+    assert found.winner.candidate.announced == (share == 1.0)
+    x, w = (device.array(np.ones(shape, "f4")) for shape in ((64 * world.size, 3), (3, 4)))
+    step = fompi.bind(found, comm=world, x=x, w=w)
+    assert (step().get() == 3.0 * world.size).all() and bool(tried) == is_tried
+    step.close()

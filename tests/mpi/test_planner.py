@@ -50,6 +50,7 @@ def test_calibrate_a_device(own, comm, monkeypatch, path):
     assert comm.allgather(machine) == [machine] * own.size and "software device" in machine.source
     assert min(machine.launch, machine.overhead, machine.copy_rate, machine.flops_rate) > 0 and machine.lanes == 2
     assert machine.staged == (1 if path == "staged" and own.size > 1 else 0)
+    assert 0 < machine.announced <= 1
     explanation, *_ = scatter(own, machine=replace(machine, staged_below=0))
     copies = {event.lane for event in explanation.winner.trace.events} & {"download", "upload"}
     assert bool(copies) == bool(machine.staged)

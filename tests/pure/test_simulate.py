@@ -16,7 +16,7 @@ from fompi.base.errors import LayoutError
 from fompi.base.layout import Sizes
 from fompi.model.lower_bound import native_nbytes
 from fompi.model.machine import Level, Machine
-from fompi.model.simulate import predict, simulate, symmetry
+from fompi.model.simulate import predict, representatives, simulate, symmetry
 from fompi.planner.candidates import Candidate
 from fompi.planner.estimate import estimate
 from fompi.planner.explain import explain
@@ -501,6 +501,43 @@ def test_launches_follow_each_other():
     trace = timed("matmul_reduce_scatter", "direct", device, 2, slices=4)
     products = [event for event in trace.events if event.rank == 0 and event.lane == "compute"]
     assert [event.start for event in products] == pytest.approx([*range(1, len(products) + 1)])
+
+
+@pytest.mark.parametrize(("slices", "first"), [(1, 2.0), (2, 1.0)])
+def test_one_kernel_announces_its_products(slices, first):
+    """There is one launch and one call. The product for the other rank leaves by slices, and all take twice as long."""
+    device = replace(machine(3.0, matmul=1.0), lanes=2, launch=0.1, event=0.01, poll=0.5, overhead=0.2, announced=0.5)
+    plan = registry.write(catalogue.problems(2)["matmul_reduce_scatter"], "direct", slices, Sizes((ROWS,) * 2))
+    trace = representatives(plan, device, announces=True)
+    last_sum = ROWS * N / FLOPS / slices + 0.2
+    assert trace.seconds == pytest.approx(0.1 + 0.2 + first + 0.5 + 4.0 + 0.1 + last_sum)
+    products = [event for event in trace.events if event.lane == "compute" and event.rank == 0]
+    assert [e.end - e.start for e in products] == pytest.approx([0.2 + first, *[first] * (slices - 1), 2.0])
+    assert products[0].start == 0.1 and all(a.end == b.start for a, b in pairwise(products))
+    waves = replace(device, wave=3 * ROWS * N // 2)  # there is work for 4/3 of these
+    products = [e for e in representatives(plan, waves, announces=True).events if e.lane == "compute" and e.rank == 0]
+    assert products[-1].end == pytest.approx(0.1 + 0.2 + 6.0)
+
+
+@pytest.mark.parametrize("name", ["matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all"])
+def test_products_are_announced_where_calls_are_dear(name):
+    """The cost decides, of calls and of the one kernel. Calls that are not bound cannot announce."""
+    device = replace(machine(3.0, matmul=3.0), lanes=2, launch=0.1, poll=0.01, overhead=0.5)
+    form = catalogue.problems(2)[name]
+    sizes = Sizes(pairs=((ROWS,) * 2,) * 2) if form.moves == "all_to_all" else Sizes(rows=(ROWS,) * 2)
+
+    def winner(share):
+        found = explain(form, sizes, replace(device, announced=share), events=20_000)
+        assert all(judged.seconds >= 0.999 * found.lower_bound.seconds for judged in found.judged)
+        assert any(judged.candidate.announced for judged in found.judged) == bool(share)
+        return found.winner.candidate
+
+    assert winner(1.0).announced and "announced" in str(winner(1.0)) and winner(1.0).slices != 1
+    assert not winner(0.3).announced and not winner(0.0).announced
+    called = explain(form, sizes, replace(device, announced=1.0), for_call=True)
+    assert not any(judged.candidate.announced for judged in called.judged)
+    gather = explain(catalogue.problems(2)["all_gather_matmul"], Sizes((ROWS,) * 2), replace(device, announced=1.0))
+    assert not any(judged.candidate.announced for judged in gather.judged)  # its products wait for messages
 
 
 def test_messages_through_host_memory_are_copied_down_and_up():
