@@ -33,6 +33,7 @@ from fompi.base.errors import (
     FompiError,
     LayoutError,
     MismatchError,
+    PeerError,
     ShapeError,
     StateError,
     TensorError,
@@ -324,6 +325,22 @@ class DataParallel:
             self._finish_cycle()
         except Exception as error:
             self._fail(error, begun=not self._is_refused(error))
+
+    def _end_cycle_together(self, what: str) -> None:
+        """All ranks end it, or none: of a message, one end may be done before the other end fails. Collective."""
+        refusal = None
+        try:
+            self._finish_cycle()
+        except Exception as error:
+            if self._is_refused(error):
+                self._fail(error, begun=False)
+            refusal = error
+        try:
+            agree(self.comm, f"the last gathers before {what} of DataParallel", refusal)
+        except Exception as error:
+            if refusal is None and not isinstance(error, PeerError):
+                raise  # the ranks have called different things
+            self._fail(refusal or error, has_gathered=refusal is None)
 
     def _is_refused(self, error: Exception) -> bool:
         """True if another rank has refused the first gather of a cycle. With zero < 3 no cycle begins with a gather."""
@@ -659,7 +676,7 @@ class DataParallel:
         Between two steps only: gradients are not part of it. With `rank0_only`, other ranks than 0 get an empty dict.
         """
         self._check_open()
-        self._end_cycle()
+        self._end_cycle_together("state_dict")
         return whole_state(self, parameters, rank0_only)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -669,7 +686,7 @@ class DataParallel:
         missing or unknown, and ShapeError for wrong shapes, on all ranks; nothing is loaded then.
         """
         self._check_open()
-        self._end_cycle()
+        self._end_cycle_together("load_state_dict")
         load_state(self, state)
 
     # --------------------------------------------------------------------------------------------------- errors
@@ -692,16 +709,17 @@ class DataParallel:
         self._check_open()
         self._fail(error)
 
-    def _fail(self, error: Exception, begun: bool = True) -> NoReturn:
+    def _fail(self, error: Exception, begun: bool = True, has_gathered: bool = False) -> NoReturn:
         """Take part in the rest of the step, so that all ranks end it, with an error. Then raise `error`.
 
         `begun` is False if the error came from the first gather of a cycle: then the other ranks have refused it.
+        `has_gathered`: no gather of this cycle is left.
         Other axes come last: their ranks may wait for a rank that waits for the sums of this one.
         """
         error = self._with_remedy(error)
         refusals = FompiError, type(error)
         with suppress(*refusals):
-            if begun:
+            if begun and not has_gathered:
                 try:
                     self._finish_cycle()
                 except refusals as other:

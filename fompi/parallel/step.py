@@ -33,6 +33,13 @@ from fompi.traces.trace import Trace
 Args = tuple[int, ...]
 
 
+def _write(out: Array, value: Array, what: str) -> None:
+    """Write what a function of the program has returned. Raises ShapeError if it has another shape."""
+    if np.shape(value) != out.shape:
+        raise ShapeError(f"{what} must have the shape {out.shape}, but has {np.shape(value)}")
+    out[...] = value
+
+
 class TrainingStep:
     """losses = loss of all layers; parameters -= the update of the sum of their gradients over all micro-batches
 
@@ -70,7 +77,7 @@ class TrainingStep:
                 raise ShapeError(f"mesh={dict(mesh)} has {problem.size} ranks, but the communicator {self.comm.size}")
             self.layers = {number: make(number) for number in problem.held(self.comm.rank)}
             for number, layer in self.layers.items():
-                found = form_of(layer)
+                found = form_of(number, layer)
                 known[number] = found.parameters, kinds.index(found.kind), found.stay
             if loss is None and layers - 1 in self.layers and found.kind != "head":
                 raise PlanError(f"layer {layers - 1} is no head, so a step needs loss=")
@@ -181,8 +188,12 @@ class TrainingStep:
 
     def _add(self, number: int, gradients: Gradients, sums: Sequence[Array], has_terms: bool) -> None:
         """Add the gradients of the weights to the sums so far, of each part of the parameters."""
-        ends, first = offsets(self.problem.shares(number)), 0
-        for w, gradient in zip(self.layers[number].parameters, gradients, strict=True):
+        ends, first, parameters = offsets(self.problem.shares(number)), 0, self.layers[number].parameters
+        if len(gradients) != len(parameters):
+            raise ShapeError(
+                f"layer {number} has {len(parameters)} parameters, but returned {len(gradients)} gradients"
+            )
+        for w, gradient in zip(parameters, gradients, strict=True):
             last = first + w.size
             for out, begin in zip(sums, ends, strict=False):
                 low, high = max(first, begin), min(last, begin + len(out))
@@ -192,6 +203,10 @@ class TrainingStep:
                 if gradient is None:
                     into[...] = into if has_terms else 0
                 else:
+                    if gradient.size != w.size:
+                        raise ShapeError(
+                            f"layer {number}: a gradient is of the shape {gradient.shape}, its parameter {w.shape}"
+                        )
                     term = gradient.reshape(-1)[low - first : high - first]
                     into[...] = into + term if has_terms else term
             first = last
@@ -207,7 +222,8 @@ class TrainingStep:
     def _embed(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
         batch, _, h = args
         inputs = self._part(self._inputs, "inputs", batch, h)
-        writes[0][...], self._saved["embed", *args] = self.layers[0].forward(self._weights(0, reads), inputs)
+        x, self._saved["embed", *args] = self.layers[0].forward(self._weights(0, reads), inputs)
+        _write(writes[0], x, "layer 0.forward")
 
     def _loss(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
         batch, _, h = args
@@ -216,10 +232,12 @@ class TrainingStep:
         if parts:
             last = len(self.problem.layers) - 1
             weights = self._weights(last, parts)
-            value, writes[0][...], self._saved["loss", *args] = self.layers[last].loss(weights, y, targets)
+            value, dy, self._saved["loss", *args] = self.layers[last].loss(weights, y, targets)
+            _write(writes[0], dy, f"layer {last}.loss: dy")
         else:
             assert self.loss is not None
-            value, writes[0][...] = self.loss(y, targets)
+            value, dy = self.loss(y, targets)
+            _write(writes[0], dy, "loss: dy")
         self._losses[batch - self.d * self.problem.microbatches] += value
 
     def _loss_backward(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
@@ -244,7 +262,8 @@ class TrainingStep:
         number, _, place, _ = args
         x, *parts = reads
         layer = self.layers[number]
-        writes[0][...], self._saved[args] = layer.forward(self._weights(number, parts), x)
+        y, self._saved[args] = layer.forward(self._weights(number, parts), x)
+        _write(writes[0], y, f"layer {number}.forward")
         if layer.residual and place == self.t:  # the owner of the rows adds them once
             writes[0][...] += x
 
@@ -253,7 +272,8 @@ class TrainingStep:
         dy, _, _, *rest = reads
         layer, parts = self.layers[number], self._parts(number)
         weights = self._weights(number, rest[:parts])
-        writes[0][...], gradients = layer.backward(weights, self._saved.pop(args), dy)
+        dx, gradients = layer.backward(weights, self._saved.pop(args), dy)
+        _write(writes[0], dx, f"layer {number}.backward")
         if layer.residual and place == self.t:
             writes[0][...] += dy
         self._add(number, gradients, writes[1:], len(rest) > parts)
@@ -276,7 +296,8 @@ class TrainingStep:
     def _output(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
         x, _, *parts = reads
         layer, o = self.layers[args[0]], self._local.pop(("o", *args))
-        writes[0][...], self._saved["output", *args] = layer.output(self._weights(args[0], parts), o)
+        y, self._saved["output", *args] = layer.output(self._weights(args[0], parts), o)
+        _write(writes[0], y, f"layer {args[0]}.output")
         if layer.residual and args[2] == self.t:
             writes[0][...] += x
 
@@ -297,7 +318,8 @@ class TrainingStep:
         dy, _, _, _, *rest = reads
         layer, parts = self.layers[args[0]], self._parts(args[0])
         saved, dqkv = self._saved.pop(("qkv", *args)), self._local.pop(("dqkv", *args))
-        writes[0][...], gradients = layer.qkv_backward(self._weights(args[0], rest[:parts]), saved, dqkv)
+        dx, gradients = layer.qkv_backward(self._weights(args[0], rest[:parts]), saved, dqkv)
+        _write(writes[0], dx, f"layer {args[0]}.qkv_backward")
         if layer.residual and args[2] == self.t:
             writes[0][...] += dy
         self._add(args[0], gradients, writes[1:], len(rest) > parts)

@@ -87,9 +87,11 @@ class HeadLayer(Protocol):
         """The gradients of the weights. It runs later, when the pipeline runs empty."""
 
 
-def form_of(layer: Any) -> LayerForm:
-    """What a plan needs to know of a layer. Raises PlanError for an unknown kind."""
+def form_of(number: int, layer: Any) -> LayerForm:
+    """What a plan needs to know of a layer. Raises PlanError if it is none, or of an unknown kind."""
     kind = getattr(layer, "kind", "rows")
     if kind not in KINDS:
-        raise PlanError(f"a layer is of the kind {kind!r}, which is none of {', '.join(KINDS)}")
+        raise PlanError(f"layer {number} is of the kind {kind!r}, which is none of {', '.join(KINDS)}")
+    if not hasattr(layer, "parameters"):
+        raise PlanError(f"make({number}) has returned {layer!r}, which is no layer: it has no `parameters`")
     return LayerForm(sum(w.size for w in layer.parameters), kind, bool(getattr(layer, "stay", False)))

@@ -135,8 +135,9 @@ def bind(
     if out is not None:
         tensors["y"] = out
     refusal: Exception | None = None
-    backend, where = backend or backend_for(tensors), ""
+    where = ""
     try:  # every check comes before the handshake, so that a refusal reaches all ranks
+        backend = backend or backend_for(tensors)
         device = backend.device
         if device is not None:
             paths = communicator.paths(device)
@@ -161,6 +162,7 @@ def bind(
         refusal = error
     text = f"bind({plan.problem} by {plan.schedule}, {parts_in_words(plan)}, window {plan.window}, {plan.sizes}){where}"
     agree(communicator, text, refusal)
+    assert backend is not None
     if backend.device is None:
         return Executor(compiled, communicator, memory, backend, kernels)
     try:  # a device may have no more memory, events or streams

@@ -112,11 +112,14 @@ def _bind_explanation(
 ) -> Adaptive:
     """Check the options on all ranks, choose a candidate, and bind it."""
     binding = _Binding(explanation, comm, given, same_bits)
-    refusal, backend_id = None, 0
+    refusal: Exception | None = None
+    backend_id = 0
     try:
         backend_id = binding.backend_id
     except AttributeError as error:
         refusal = PlanError(f"backend={given['backend']!r} is not a backend of fompi.backends: {error}")
+    except Exception as error:  # its device makes streams
+        refusal = error
     if effort not in ("plan", "measure"):
         refusal = PlanError(f"effort={effort!r}: effort must be 'plan' or 'measure'")
     if same_bits and not adapt:

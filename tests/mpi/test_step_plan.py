@@ -280,6 +280,22 @@ def test_all_ranks_refuse(world):
 
     with pytest.raises((OSError, fompi.MismatchError), match="no such file"):
         made({"dp": world.size}, broken)
+    with pytest.raises(fompi.FompiError, match=r"make\(\d\) has returned None, which is no layer"):
+        made({"dp": world.size}, lambda number: None)
     x = [np.ones((ROWS, FEATURES))] * 2
     with made({"dp": world.size}) as step, pytest.raises(fompi.FompiError):
         step(x[: 2 - (world.rank == 0)], x)
+
+    class Narrow(Mlp):
+        def forward(self, weights, x):
+            y, saved = super().forward(weights, x)
+            return y[:, : 1 if self.number == world.size - 1 else None], saved
+
+    def narrow(number):
+        layer = Narrow(number, np.ones((FEATURES, HIDDEN)), np.ones((HIDDEN, FEATURES)))
+        layer.number = number
+        return layer
+
+    words = rf"layer {world.size - 1}.forward must have the shape \(\d, {FEATURES}\), but has \(\d, 1\)"
+    with made({"dp": world.size}, narrow) as step, pytest.raises(fompi.FompiError, match=words):
+        step(x, x)
