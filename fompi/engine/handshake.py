@@ -93,6 +93,12 @@ REFUSED = -1
 ENDED = -2
 """In place of the digest: this rank has ended by an error what the call belongs to (`fompi.parallel.section`)."""
 
+ENDS_STEP = -3
+"""What a rank compares that has ended a step by an error, where the others may begin the next one. It only refuses."""
+
+_REFUSALS_OF_STEPS = {REFUSED: -3, ENDED: -4}
+"""The digests of such a refusal. The error of the other ranks then has `ends_step`."""
+
 
 class Members(Protocol):
     """What an agreement needs from a `Communicator`."""
@@ -186,6 +192,7 @@ class Agreement(Task):
     begun = 0.0  # when this rank started it, in seconds of perf_counter
     last = 0  # the rank whose message arrived last
     _ended: int | None = None  # a rank that has ended by an error what the call belongs to
+    _ends_step = False  # True if some rank has called it with ENDS_STEP
     _round = HANDSHAKE
     carried: Mapping[tuple[int, int], Any] = MappingProxyType({})  # what headers have carried, by rank and number
     sent: Sequence[tuple[int, int]] = ()  # the ranks and numbers of messages that this rank's headers have carried
@@ -234,7 +241,9 @@ class Agreement(Task):
         """The header for each rank."""
         own_digest = self.digest
         if self.refusal is not None:
+            ends_step = self.digest == ENDS_STEP
             own_digest = REFUSED if getattr(self.refusal, "world_origin", None) is None else ENDED
+            own_digest = _REFUSALS_OF_STEPS[own_digest] if ends_step else own_digest
         pack, stamp, hint, expects = _HEADER.pack, self.stamp, self.hint, self.expects
         whole = known = 0
         if not self.equal_totals and not self.runs:
@@ -345,7 +354,8 @@ class Agreement(Task):
                 self._remember(fields[4::n])
             self._finish()
             return
-        self._ended = digests.index(ENDED) if ENDED in digests else None
+        self._ended = next((r for r, d in enumerate(digests) if d in (ENDED, _REFUSALS_OF_STEPS[ENDED])), None)
+        self._ends_step = not {*digests}.isdisjoint(_REFUSALS_OF_STEPS.values())
         words = in_words(self.refusal) if self.refusal is not None else self.describe()
         text = words.encode()[: _DESCRIPTION_NBYTES - 1]
         message = bytes([self.refusal is not None]) + text.ljust(_DESCRIPTION_NBYTES - 1, b"\0")
@@ -413,6 +423,7 @@ class Agreement(Task):
         if self._ended is not None:
             error = PeerError(f"rank {self._ended} does not take part in {what}", self._ended)
             error.world_origin = self.comm.link.world_ranks[self._ended]
+        error.ends_step = self._ends_step  # type: ignore[attr-defined]
         self.error = self.refusal or error
         if self._ended is None:
             self.error.raised_by_all = self.comm.channel  # type: ignore[attr-defined]

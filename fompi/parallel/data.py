@@ -32,8 +32,6 @@ from fompi.base.errors import (
     DtypeError,
     FompiError,
     LayoutError,
-    MismatchError,
-    PeerError,
     ShapeError,
     StateError,
     TensorError,
@@ -41,7 +39,7 @@ from fompi.base.errors import (
 from fompi.base.layout import accumulator, offsets
 from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
-from fompi.engine.handshake import agree, begin_agreement
+from fompi.engine.handshake import ENDS_STEP, agree, begin_agreement
 from fompi.ops.operations import all_gather, all_reduce, reduce_scatter
 from fompi.parallel.arrays import array_of, borrow_any, call, check_place, lent, read, same_bits, tensor_of
 from fompi.parallel.buckets import (
@@ -74,6 +72,8 @@ from fompi.traces.trace import Trace
 __all__ = ["SGD", "AdamW", "Buckets", "DataParallel", "buckets"]
 
 Array = np.ndarray[Any, Any]
+
+REFUSED_STEP = "a refused step"
 
 NOTHING_UPDATED = "No rank has updated anything: leave this batch out, or take a smaller learning rate"
 
@@ -312,13 +312,12 @@ class DataParallel:
     def _finish_cycle(self) -> None:
         """Take part in the gathers that this rank has skipped. zero=3 forgets the parameters, and begins anew."""
         self._gather_until(len(self._cycle) - 1)
-        if self.zero == 3:
-            self._at = 0
         for bucket in self.buckets:
             self._arrive(bucket)
+        for bucket in self.buckets:
             bucket.position = -1
             if self.zero == 3:
-                bucket.full, bucket.resident = None, False
+                self._at, bucket.full, bucket.resident = 0, None, False
 
     def _end_cycle(self) -> None:
         try:
@@ -332,19 +331,21 @@ class DataParallel:
         try:
             self._finish_cycle()
         except Exception as error:
-            if self._is_refused(error):
-                self._fail(error, begun=False)
+            if self._is_refused(error) or (self._left is not None and self._left.ends_late()):
+                self._fail(error, begun=not self._is_refused(error))  # of the step before: others are not here
             refusal = error
+            self._give_up_cycle((FompiError, type(error)))
         try:
-            agree(self.comm, f"the last gathers before {what} of DataParallel", refusal)
+            text = f"the last gathers before {what} of DataParallel"
+            begin_agreement(self.comm, text, refusal, compared=None if refusal is None else ENDS_STEP).values()
         except Exception as error:
-            if refusal is None and not isinstance(error, PeerError):
+            if refusal is None and not getattr(error, "ends_step", False):
                 raise  # the ranks have called different things
-            self._fail(refusal or error, has_gathered=refusal is None)
+            self._fail(refusal or error, has_gathered=True)
 
     def _is_refused(self, error: Exception) -> bool:
         """True if another rank has refused the first gather of a cycle. With zero < 3 no cycle begins with a gather."""
-        return self.zero == 3 and isinstance(error, MismatchError)
+        return self.zero == 3 and getattr(error, "ends_step", False)
 
     def _wait(self, pending: Any) -> Array:
         begun = perf_counter()
@@ -565,7 +566,7 @@ class DataParallel:
     def _refuse(self, error: Exception, axes: Sequence[Communicator]) -> None:
         """The ranks of these axes hear of a step that this rank has refused."""
         with suppress(FompiError, type(error)):
-            agree_everywhere([(axis, "a refused step") for axis in axes], error)
+            agree_everywhere([(axis, REFUSED_STEP) for axis in axes], error)
 
     def _sum_replicas(self, replicas: Communicator) -> None:
         how: dict[str, Any] = {"comm": replicas, "schedule": same_bits(replicas), "wire": self.wire or None}
@@ -626,7 +627,7 @@ class DataParallel:
         """
         refused: list[Any] = []
         if self.zero == 3:
-            refused.append(begin_agreement(self._gathers, "a refused step", error).values)
+            refused.append(begin_agreement(self._gathers, REFUSED_STEP, error, compared=ENDS_STEP).values)
         else:
             for i in self._cycle[ahead:] if self.zero else ():
                 self.buckets[i].gathering.refuse(error)
@@ -635,7 +636,7 @@ class DataParallel:
             bucket.summing.refuse(error)
             refused.append(bucket.summing.wait)
         axes = [*([self._gathers] if self.zero < 3 else []), *self._others(), *self._over]
-        refused += [begin_agreement(axis, "a refused step", error).values for axis in axes]
+        refused += [begin_agreement(axis, REFUSED_STEP, error).values for axis in axes]
         self.comm.engine.wake_helper()
         self._promised = refused
         self._reset()
@@ -730,7 +731,7 @@ class DataParallel:
                 self._at, self._gathered = 0, self._gathered - 1
             else:
                 with suppress(*refusals):
-                    agree(self._gathers, "a refused step", error)
+                    begin_agreement(self._gathers, REFUSED_STEP, error, compared=ENDS_STEP).values()
             for bucket in reversed(self.buckets[: self._next + 1]):
                 bucket.sum = bucket.summing
                 with suppress(*refusals):

@@ -124,6 +124,15 @@ class Section:
             channel.owed = self
         self.end_by(error)
 
+    def ends_late(self) -> bool:
+        """True if another rank has ended it by an error, after this one had done its part. Waits for late words."""
+        until = perf_counter() + LATE_SECONDS
+        for comm, _ in self.begun.values():
+            while self.error is None and perf_counter() < until:
+                if not comm.engine.progress() and not comm.engine.receive_control():
+                    sleep(1e-4)
+        return self.error is not None
+
     def pay(self) -> BaseException | None:
         """The error that this rank has not seen yet. Now it has."""
         for channel in self.begun:
