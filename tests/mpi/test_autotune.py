@@ -85,7 +85,7 @@ def keep_and_change(own, comm, change):
 def test_an_impossible_choice_on_disk_is_measured_again(own, comm, cache, slices):
     if own.size == 1:
         return
-    choice = ["bidirectional", slices, None, None, []]
+    choice = ["bidirectional", slices, None, None, [], False]
     x, w, y = keep_and_change(own, comm, lambda text: json.dumps({**json.loads(text), "choice": choice}))
     with fompi.Communicator(comm) as other:
         assert (fompi.matmul_reduce_scatter(x, w, comm=other, effort="measure") == y).all()

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.ranks(mpich=[1, 2, 4], openmpi=[3])
 
 PATHS = (STAGED, DIRECT, IPC)
 NAMES = (*strategy_calls.calls(fompi.Communicator()),)
+NAMES_HERE = NAMES[:: 2 if fompi.Communicator().size == 4 else 1]  # an odd number of ranks shows more
 
 
 def compare(name, wanted, got):
@@ -47,7 +48,7 @@ def close(device, world, comm):
     gc.collect()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES_HERE)
 def test_strategies_have_the_bits_of_the_host(world, monkeypatch, name):
     monkeypatch.setenv("FOMPI_PATH", PATHS[NAMES.index(name) % len(PATHS)])
     device = SoftwareDevice(seed=world.rank)
@@ -66,7 +67,7 @@ def test_without_the_checker(world):
     names = [*wanted]
     for seed in range(10):
         device = SoftwareDevice(seed=100 * seed + world.rank, check=False)
-        for name in names[seed % 5 :: 5]:
+        for name in names[seed::10]:
             compare(name, wanted[name], strategy_calls.calls(world, device)[name](device.array, lambda x: x.get()))
 
 
@@ -211,7 +212,7 @@ def test_errors_of_cuda_at_each_call(world, comm, fakecuda, monkeypatch, name):
     statuses, draw = {700: "IllegalAddress", 2: "memory", 999: "Unknown"}, np.random.default_rng(8)
     monkeypatch.setenv("FOMPI_PATH", IPC if FAULTY.index(name) % 2 else STAGED)
     names: list[str] = []
-    for case in range(1 + 2 * len(statuses)):
+    for case in range(1 + len(statuses)):
         device, own = fakecuda.device(), fompi.Communicator(name=f"{name} {case}")
         monkeypatch.setitem(dlpack.DEVICES, "cuda", lambda device=device: device)
         call = strategy_calls.calls(own, device)[name]

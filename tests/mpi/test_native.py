@@ -20,7 +20,7 @@ from fompi.schedules import registry
 from fompi.tensors import dlpack
 
 pytestmark = [
-    pytest.mark.ranks(mpich=[2, 3], openmpi=[2, 4]),
+    pytest.mark.ranks(mpich=[2, 3], openmpi=[4]),
     pytest.mark.skipif(os.environ.get("FOMPI_ENGINE") == "python", reason="calls run in Python"),
 ]
 
