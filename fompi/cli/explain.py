@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     if options.top is not None and options.top < 1:
         raise fompi.PlanError(f"--top {options.top}: show one candidate at least")
     machine = plan.machine_of(options)
-    how = {"ranks": options.ranks, "machine": machine, "wire": options.wire}
+    how = {"ranks": options.ranks, "machine": machine, "wire": options.wire, "order": options.order}
     schedules = tuple(name for name in (options.schedule or "").split(",") if name)
     explanation = fompi.explain(options.operation, *plan.specs_of(options), **how, schedules=schedules)
     if options.json:

@@ -16,6 +16,7 @@ from fompi.engine.communicator import machine_of_environment
 from fompi.model.machine import PRESETS
 from fompi.plans import meaning
 from fompi.plans.plan import grid
+from fompi.plans.problems import ORDERS
 from fompi.schedules.registry import SCHEDULES
 
 EXAMPLE = "{} plan all_gather_matmul 4096x4096 4096x14336 --ranks 8 --dtype bfloat16"
@@ -43,13 +44,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def add_problem_arguments(parser: argparse.ArgumentParser, *more_operations: str) -> None:
-    """OPERATION, SHAPE ..., --ranks, --dtype and --wire."""
+    """OPERATION, SHAPE ..., --ranks, --dtype, --wire and --order."""
     names = [*sorted(meaning.MEANING), *more_operations]
     parser.add_argument("operation", choices=names, metavar="OPERATION", help=", ".join(names))
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help="global shapes, x first: 4096x4096")
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--dtype", default="float32", help="(float32)")
     add_wire_argument(parser)
+    parser.add_argument("--order", choices=ORDERS, default="any", help="in which sums add the terms of the ranks (any)")
     parser.add_argument(
         "--load", action="append", default=[], metavar="FILE", help="a Python file that registers schedules of yours"
     )
@@ -115,6 +117,7 @@ def plan_of(options: argparse.Namespace, machine: fompi.Machine | None) -> fompi
         *specs_of(options),
         ranks=options.ranks,
         wire=options.wire,
+        order=options.order,
         schedule=options.schedule,
         slices=None if options.slices is None else _slices(options.slices),
         window=options.window,

@@ -69,8 +69,8 @@ def _table(trace: Trace) -> Table:
 
 
 def _step(options: argparse.Namespace) -> int:
-    how = options.schedule, options.slices, options.window, options.dtype, options.wire
-    if options.shapes or how != ("auto", None, None, "float32", None) or options.verify or options.save:
+    how = options.schedule, options.slices, options.window, options.dtype, options.wire, options.order
+    if options.shapes or how != ("auto", None, None, "float32", None, "any") or options.verify or options.save:
         raise UsageError("simulate step takes --model, --parallel, --ranks, --machine, --tokens and --json only")
     predicted = step(options.model, options.parallel, options.ranks, plan.machine_of(options), options.tokens)
     if options.json:

@@ -151,7 +151,8 @@ class BoundSite(Site):
                 super(BoundSite, self).__init__(operation, arguments, comm, call_options, gradient)
                 zeros = [dlpack.Lent(np.zeros(f.shape, dlpack.STORAGE[f.dtype]), f.dtype) for f in self.given]
                 filled = arguments.with_tensors(zeros)
-                found.append((filled, localise(operation.name, filled, comm.rank, comm.size, call_options.wire)))
+                how = call_options.wire, call_options.order
+                found.append((filled, localise(operation.name, filled, comm.rank, comm.size, *how)))
             return found[0][1]
 
         if call_options.effort == "measure" and comm.size > 1 and call_options[:2] == ("auto", None):

@@ -113,8 +113,10 @@ class LocalCall(NamedTuple):
     runs: Sequence[Sequence[int]] = ()  # where rows go to experts: the rows of each run, for each rank
 
 
-def localise(operation: str, arguments: Arguments, rank: int, size: int, wire: str | None = None) -> LocalCall:
-    """Check the tensors of this rank, and make rows their first dimension. `wire` is that of messages.
+def localise(
+    operation: str, arguments: Arguments, rank: int, size: int, wire: str | None = None, order: str = "any"
+) -> LocalCall:
+    """Check the tensors of this rank, and make rows their first dimension. `wire` is that of messages, `order` of sums.
 
     Raises TensorError, DtypeError, ShapeError, LayoutError or PlanError.
     """
@@ -181,6 +183,8 @@ def localise(operation: str, arguments: Arguments, rank: int, size: int, wire: s
     )
     if wire is not None:
         problem = problems.on_wire(problem, wire)
+    if order != "any":
+        problem = problems.in_order(problem, order)
     if operation == "scatter" and rank != problem.root:
         x.array = x.array[:0]
     runs: Sequence[Sequence[int]] = ()

@@ -182,7 +182,7 @@ def _checked(
         raise TensorError(f"{name} has no gradient: pass x.detach()")
     if call_options.effort != "plan":
         raise PlanError(f'{name}: effort="measure" chooses at the first call: bind fompi.explain(...) for it')
-    local = localise(operation.name, arguments, comm.rank, comm.size, call_options.wire)
+    local = localise(operation.name, arguments, comm.rank, comm.size, call_options.wire, call_options.order)
     if call_options.certify and not local.problem.wire:
         raise PlanError(f"fompi.{operation.name}: certify=True needs a wire=: without one, messages round nothing")
     schedule, slices, *_ = call_options

@@ -39,16 +39,18 @@ class CallKeywords(TypedDict, total=False):
     effort: str
     wire: str | None
     certify: bool
+    order: str
 
 
 class CallOptions(NamedTuple):
-    """How a call is carried out: the keywords `schedule`, `slices`, `effort`, `wire` and `certify`."""
+    """How a call is carried out: the keywords `schedule`, `slices`, `effort`, `wire`, `certify` and `order`."""
 
     schedule: str = "auto"
     slices: Slices | None = None
     effort: str = "plan"
     wire: str | None = None
     certify: bool = False
+    order: str = "any"
 
 
 _DEFAULTS = CallOptions()
@@ -95,7 +97,8 @@ class Operation(Generic[P]):
     def described(self, arguments: Arguments, comm: Any, call_options: CallOptions = _DEFAULTS) -> Pending:
         """A call that has not begun, with arguments that were right before."""
         communicator = Communicator.of(comm)
-        local = localise(self.name, arguments, communicator.rank, communicator.size, call_options.wire)
+        how = call_options.wire, call_options.order
+        local = localise(self.name, arguments, communicator.rank, communicator.size, *how)
         schedule, slices, *_ = call_options if call_options is _DEFAULTS else _checked(call_options)
         return Pending.described(self.name, arguments, local, communicator, schedule, slices)
 
@@ -142,7 +145,7 @@ class Operation(Generic[P]):
         if options and not _OF_CALL.isdisjoint(options):
             schedule, slices = options.pop("schedule", "auto"), options.pop("slices", None)
             how = options.pop("effort", "plan"), options.pop("wire", None), options.pop("certify", False)
-            call_options = CallOptions(schedule, slices, *how)
+            call_options = CallOptions(schedule, slices, *how, options.pop("order", "any"))
         try:
             for name in options:
                 if name not in self._keywords:
@@ -195,14 +198,14 @@ class Operation(Generic[P]):
             communicator = comm
         else:
             communicator, wrong = communicator_of(comm)
-        schedule, slices, effort, wire, certify = call_options
+        schedule, slices, effort, wire, certify, order = call_options
         try:
             if certify:
                 why = "is for a call that waits, and for bind: not for start"
                 raise PlanError(f"fompi.{self.name}: certify=True {why}")
             if wrong is not None or refusal is not None:
                 raise wrong or refusal  # type: ignore[misc]
-            local = localise(self.name, arguments, communicator.rank, communicator.size, wire)
+            local = localise(self.name, arguments, communicator.rank, communicator.size, wire, order)
             if call_options is not _DEFAULTS:
                 slices = _checked(call_options).slices
             if local.device is not None:  # its streams are made before the call begins here
@@ -243,7 +246,7 @@ class Operation(Generic[P]):
 
 def _checked(call_options: CallOptions) -> CallOptions:
     """The options with `slices` as integers. Raises PlanError for options that no call can have."""
-    schedule, slices, effort, wire, certify = call_options
+    schedule, slices, effort, wire, certify, order = call_options
     if not isinstance(schedule, str):
         raise PlanError(f"schedule={schedule!r} must be a name, for example 'auto' or 'ring'")
     if effort not in ("plan", "measure"):
@@ -252,7 +255,7 @@ def _checked(call_options: CallOptions) -> CallOptions:
         slices = as_slices(slices)
     if effort == "measure" and (schedule, slices) != ("auto", None):
         raise PlanError('effort="measure" chooses schedule and slices itself: leave both out, or leave out effort')
-    return CallOptions(schedule, slices, effort, wire, certify)
+    return CallOptions(schedule, slices, effort, wire, certify, order)
 
 
 def _signature(arguments: Callable[..., Arguments]) -> Signature:

@@ -9,6 +9,9 @@ What all operations have in common:
 - The rows of a tensor are its entries along `dim`, by default 0. Rows are distributed over the ranks of `comm`.
 - `comm` is a Communicator, an axis of a Mesh, an MPI.Comm, or None for all ranks.
 - `schedule` and `slices` say how the operation is carried out (`fompi.schedules`). "auto" chooses.
+- `order="ranks"` adds the terms of the ranks in one fixed binary tree, whatever the schedule, the slices, the MPI
+  library and the size of the call. "any" is the order of the schedule. A product itself may be rounded in another way
+  if it is cut in another way.
 - `out` is a contiguous tensor for the result, which is then returned. In `all_reduce` and `broadcast` it may be x,
   which is overwritten while the call is in flight then. If the call fails after it has begun, x is undefined.
 - The result is a tensor of the framework of x: NumPy, PyTorch, JAX, or an object with `__dlpack__`.
@@ -568,6 +571,7 @@ def plan(
     counts: Any = None,
     machine: Machine | str | None = None,
     wire: str | None = None,
+    order: str = "any",
 ) -> Plan:
     """The Plan of an operation on global tensors, without MPI and data.
 
@@ -590,12 +594,13 @@ def plan(
     - `machine` is a Machine, its name or its file. With it, "auto" chooses the best schedule for that machine.
     - `wire` is the form in which messages carry elements, as in a call. `plan.roundings` is how often a term of the
       result is rounded at most.
+    - `order="ranks"` is the order of sums, as in a call: the plan is proven to add in that tree.
 
     Raises LayoutError, ShapeError, DtypeError or PlanError.
     """
     name = _name(operation)
     options: dict[str, Any] = {"bias": bias, "root": root, "packed": packed, "split_dim": split_dim}
-    at, sizes = from_specs(name, specs, ranks, experts=experts, counts=counts, wire=wire, **options)
+    at, sizes = from_specs(name, specs, ranks, experts=experts, counts=counts, wire=wire, order=order, **options)
     made = plan_for(at(0), sizes, schedule, slices, window, at, None if machine is None else Machine.of(machine))
     if made.schedule in REGISTERED:
         verify(made)
@@ -615,6 +620,7 @@ def explain(
     counts: Any = None,
     schedules: Sequence[str] = (),
     wire: str | None = None,
+    order: str = "any",
 ) -> Explanation:
     """Which schedule is the best on a machine, and why, without MPI and data.
 
@@ -625,12 +631,15 @@ def explain(
     For every candidate it shows the time, and how far this is from the lower bound. The best candidates are simulated
     op by op. For these it also shows what is hidden, what stays exposed, and which chunk is waited for.
 
-    `specs`, `ranks`, `bias`, `root`, `packed`, `split_dim`, `experts`, `counts` and `wire` are those of `fompi.plan`.
+    `specs`, `ranks`, `bias`, `root`, `packed`, `split_dim`, `experts`, `counts`, `wire` and `order` are those of
+    `fompi.plan`.
     `machine` is a Machine, its name or its file. `schedules` are the only ones that are compared, beside those without
     overlap. Raises the same errors as `fompi.plan`.
     """
     options: dict[str, Any] = {"bias": bias, "root": root, "packed": packed, "split_dim": split_dim}
-    at, sizes = from_specs(_name(operation), specs, ranks, experts=experts, counts=counts, wire=wire, **options)
+    at, sizes = from_specs(
+        _name(operation), specs, ranks, experts=experts, counts=counts, wire=wire, order=order, **options
+    )
     return explained(at(0), sizes, Machine.of(machine), at, events=MOST_EVENTS, schedules=schedules)
 
 

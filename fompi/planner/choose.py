@@ -23,8 +23,10 @@ from fompi.plans.plan import MOST_MESSAGES, PAIRWISE, Plan
 from fompi.plans.problems import Problem
 from fompi.schedules.registry import (
     DIRECT_FAMILY,
+    WHOLE,
     alternatives,
     is_available,
+    keeps_order,
     messages_per_peer,
     shares_of,
     write,
@@ -83,7 +85,8 @@ def choose_schedule(
     """
     if machine is None or not rows or problem.size == 1:
         known = rows or None if problem.moves == "all_to_all" else rows  # 0: the ranks exchanged no hints
-        return _by_rule(problem, known, network, crowded, even)
+        name, slices = _by_rule(problem, known, network, crowded, even)
+        return (name, slices) if keeps_order(problem, name) else ("direct", 1 if name in WHOLE else slices)
     return _by_model(problem, 1 << rows.bit_length() - 1, machine, even)
 
 

@@ -12,6 +12,7 @@ from fompi.base.layout import Sizes, offsets
 from fompi.plans.kernels import Value, product, reduced, total
 from fompi.plans.plan import Program
 from fompi.plans.problems import OwnProblem, Problem
+from fompi.plans.tree import reduced_in_order
 
 # ------------------------------------------------------------------------------------------- before and after
 
@@ -52,8 +53,10 @@ def _after(problem: Problem, rank: int, parts: int) -> dict[tuple[str, int], Val
     def scattered(b: int) -> Value:
         terms = [((("x", r, b),)) for r in range(size)]
         if not problem.multiplies_first:
-            return reduced(problem.op, terms)
+            return reduced_in_order(problem.op, terms) if problem.order else reduced(problem.op, terms)
         owner = rank if problem.moves == "reduce_scatter" else b % size  # the owner of the rows adds the bias
+        if problem.order:  # or rank 0 does, whoever owns them
+            return reduced_in_order("sum", [weighted(x, 0, r, bias=r == 0) for r, x in enumerate(terms)])
         return total(*(weighted(x, 0, r, bias=r == owner) for r, x in enumerate(terms)))
 
     everything: Sequence[int] = range(size * parts)

@@ -119,7 +119,7 @@ def reduced(op: str, values: Sequence[Value]) -> Value:
     if op == "sum" or len(values) == 1:
         return total(*values)
     if op == "mean":
-        return _mean(len(values), total(*values))
+        return mean_of(len(values), total(*values))
     return functools.reduce(lambda a, b: _combined(op, a, b), values)
 
 
@@ -129,8 +129,18 @@ def _combined(op: str, a: Value, b: Value) -> Value:
     return ((op, tuple(sorted((*parts[0], *parts[1])))),)
 
 
-def _mean(count: int, value: Value) -> Value:
+def mean_of(count: int, value: Value) -> Value:
+    """A sum of `count` terms, divided by their number."""
     return ((f"mean{count}", (value,)),)
+
+
+IN_ORDER = {"add": "+", "max": "max in order", "min": "min in order", "prod": "* in order"}
+"""The names of terms that keep the order of their two operands, by the kernel that has combined these."""
+
+
+def in_order(op: str, a: Value, b: Value) -> Value:
+    """a op b, as one term that keeps the order: where a sum must be a certain tree (`fompi.plans.tree`)."""
+    return ((IN_ORDER[REDUCTIONS[op]], (a, b)),)
 
 
 def is_opaque(term: Term) -> bool:
@@ -273,7 +283,7 @@ def find(name: str) -> Kernel:
     count = divisor(name)
     if count is None:
         raise PlanError(f"unknown kernel {name!r}; known: {', '.join(KERNELS)}, mean2, mean3, ...")
-    return Kernel(2, 0, False, lambda a, b: _mean(count, total(a, b)))
+    return Kernel(2, 0, False, lambda a, b: mean_of(count, total(a, b)))
 
 
 def aligned(op: Compute) -> list[Sequence[Chunk]]:
@@ -328,11 +338,16 @@ def evaluate_opaque(op: Compute, read: Callable[[Chunk], list[Value]]) -> list[V
     return results
 
 
-def evaluate(op: Compute, read: Callable[[Chunk], list[Value]], at: tuple[int, int] = (0, 0)) -> list[Value]:
+def evaluate(
+    op: Compute, read: Callable[[Chunk], list[Value]], at: tuple[int, int] = (0, 0), keeps_order: bool = False
+) -> list[Value]:
     """The values of the blocks that `op` writes, in order. `read` returns the values of a chunk.
 
-    `at` is the place of the op: (rank, op).
+    `at` is the place of the op: (rank, op). `keeps_order`: what combines two terms keeps their order.
     """
+    if keeps_order and (op.kernel in IN_ORDER or divisor(op.kernel)):
+        a, b = ([value for chunk in chunks for value in read(chunk)] for chunks in find(op.kernel).rows(op.reads))
+        return [_combined_in_order(op.kernel, *pair) for pair in zip(a, b, strict=True)]
     if op.kernel in ENCODE:
         return [rounded(value, at) for chunk in op.reads for value in read(chunk)]
     kernel = find(op.kernel)
@@ -343,6 +358,12 @@ def evaluate(op: Compute, read: Callable[[Chunk], list[Value]], at: tuple[int, i
     if kernel.reduces:
         return [total(*(kernel.meaning(*row) for row in zip(*groups, strict=True)), *whole)]
     return [kernel.meaning(*row, *whole) for row in zip(*groups, strict=True)]
+
+
+def _combined_in_order(kernel: str, a: Value, b: Value) -> Value:
+    count = divisor(kernel)
+    whole: Value = ((IN_ORDER["add" if count else kernel], (a, b)),)
+    return mean_of(count, whole) if count else whole
 
 
 def _evaluate_grouped(op: Compute, kernel: Kernel, read: Callable[[Chunk], list[Value]]) -> list[Value]:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from operator import index
 from typing import Any, ClassVar, NamedTuple
 
-from fompi.base.errors import DtypeError, LayoutError, ShapeError
+from fompi.base.errors import DtypeError, LayoutError, PlanError, ShapeError
 from fompi.base.layout import HALF, MOVED_ONLY, Sizes, Symbol, accumulator, offsets, split
 from fompi.base.wires import wire_of
 from fompi.plans.kernels import REDUCTIONS, Value
@@ -58,7 +58,8 @@ class Problem:
     tensors with a matrix for each.
 
     `over_x` is true if the result is written over x (`plans.over_x`). `wire` is the form in which messages carry
-    elements (`base.wires`); empty: as they are.
+    elements (`base.wires`); empty: as they are. `order` is the order in which terms of several ranks are added
+    (`plans.tree`); empty: that of the schedule.
     """
 
     operation: str
@@ -75,6 +76,7 @@ class Problem:
     experts: tuple[int, ...] = ()
     over_x: bool = False
     wire: str = ""
+    order: str = ""
 
     @cached_property
     def moves(self) -> str:
@@ -295,8 +297,8 @@ class Problem:
         """What must be equal on all ranks: everything about the data that is sent."""
         dealt = f"{self.columns} {self.experts}"
         if not self.multiplies_first:
-            return f"{self.operation} {self.dtype} {self.row} {self.root} {self.op} {dealt}{self.wire}"
-        return f"{self.operation} {self.dtype} {self.sent_row} {self.weights[0].bias} {dealt}{self.wire}"
+            return f"{self.operation} {self.dtype} {self.row} {self.root} {self.op} {dealt}{self.wire}{self.order}"
+        return f"{self.operation} {self.dtype} {self.sent_row} {self.weights[0].bias} {dealt}{self.wire}{self.order}"
 
     @cached_property
     def _hash(self) -> int:
@@ -316,6 +318,7 @@ class Problem:
         parts += [f"columns {', '.join(map(str, self.columns))}"] * bool(self.columns)
         parts += [f"experts {', '.join(map(str, self.experts))}"] * bool(self.experts)
         parts += [f"wire {self.wire}"] * bool(self.wire)
+        parts += [f"order {self.order}"] * bool(self.order)
         return f"{self.operation}({', '.join(parts)}{', packed' * self.packed}{', over x' * self.over_x})"
 
 
@@ -325,6 +328,26 @@ def on_wire(problem: Problem, name: str) -> Problem:
     if wire and problem.op not in ("sum", "mean"):
         raise DtypeError(f"wire={name!r}: op={problem.op!r} takes no wire, only sums and means do")
     return replace(problem, wire=wire) if wire else problem
+
+
+ORDERS = ("any", "ranks")
+"""Of the terms of a sum: that of the schedule, or the tree over the ranks (`plans.tree`)."""
+
+
+def in_order(problem: Problem, order: str) -> Problem:
+    """The problem whose sums have this order. What sums nothing over the ranks stays as it is.
+
+    Raises PlanError for another order, and where it cannot be kept.
+    """
+    if order not in ORDERS:
+        raise PlanError(f"order={order!r} must be one of {', '.join(map(repr, ORDERS))}")
+    if order == "any" or not (problem.sums or problem.gradients):
+        return problem
+    if problem.gradients:
+        raise PlanError(f"order={order!r}: {problem.operation} sums over rows, piece by piece, which has no order yet")
+    if problem.wire:
+        raise PlanError(f"order={order!r}: messages with the wire {problem.wire} have no order yet")
+    return replace(problem, order=order)
 
 
 @dataclass(frozen=True)
@@ -349,6 +372,7 @@ class OwnProblem:
     flat: ClassVar[bool] = False
     sums: ClassVar[bool] = False
     wire: ClassVar[str] = ""
+    order: ClassVar[str] = ""
     replicated: ClassVar[str] = ""
     root: ClassVar[int] = 0
     op: ClassVar[str] = "sum"

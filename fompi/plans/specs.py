@@ -11,7 +11,7 @@ from typing import Any
 from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import Partial, Shard, Sizes, Spec, as_integer, split
 from fompi.plans.meaning import MEANING, layouts
-from fompi.plans.problems import Form, Problem, on_wire, problem
+from fompi.plans.problems import Form, Problem, in_order, on_wire, problem
 
 MOST_RANKS = 1 << 16
 """The most ranks of a plan: a greater number is most likely a mistake."""
@@ -29,6 +29,7 @@ def from_specs(
     experts: int | None = None,
     counts: Any = None,
     wire: str | None = None,
+    order: str = "any",
 ) -> tuple[Callable[[int], Problem], Sizes]:
     """A function that returns the Problem of a rank, and the Sizes, for these global tensors.
 
@@ -37,7 +38,7 @@ def from_specs(
     dimension of x that an all-to-all splits; by default it splits the rows. `experts` is how many experts a grouped
     weight gradient is for; a weight says it itself.
     `counts[source][dest][expert]` are the rows, where they go to experts; by default they are even. `wire` is that of
-    messages (`base.wires`).
+    messages (`base.wires`), `order` that of sums (`plans.tree`).
     """
     ranks, root = as_integer(ranks, "ranks"), as_integer(root, "root")
     if not 1 <= ranks <= MOST_RANKS:
@@ -78,7 +79,7 @@ def from_specs(
         if experts is not None:
             options["experts"] = split(as_integer(experts, "experts"), ranks)
         made = problem(operation, ranks, x, weights, biases, operands, root=root, op=op, **options)
-        return made if wire is None else on_wire(made, wire)
+        return in_order(made if wire is None else on_wire(made, wire), order)
 
     @cache
     def at(rank: int) -> Problem:

@@ -9,6 +9,8 @@ It verifies these properties for every number of rows and for every interleaving
 * The plan ends, even if every send waits for its receive and every collective waits for all ranks.
 * At the end every output block holds the sum of exactly the terms that the operation defines. Results of half type
   were rounded once.
+* Where the problem asks for an order, sums have added their terms in its tree (`fompi.plans.tree`), not only the same
+  terms.
 * Where messages have a wire, no term is rounded more often than the plan says. What all ranks get alike is one message,
   decoded by all of them, so that it has the same bits everywhere.
 
@@ -35,6 +37,7 @@ from fompi.plans.kernels import (
     DECODE_ADD,
     ENCODE,
     GROUPED,
+    IN_ORDER,
     MOVES,
     Term,
     Value,
@@ -377,7 +380,8 @@ class _Execution:
                 for call in own.calls(op):
                     results += evaluate_opaque(call, lambda chunk: self._read(rank, i, chunk))
             else:
-                results = evaluate(op, lambda chunk: self._operand(rank, i, op, chunk), (rank, i))
+                ordered = bool(self.plan.problem.order)
+                results = evaluate(op, lambda chunk: self._operand(rank, i, op, chunk), (rank, i), ordered)
             self._write(rank, op.writes, results)
             return [(rank, i)]
         if isinstance(op, Collective):
@@ -489,6 +493,9 @@ def _check_outputs(plan: Plan, program: Program, held: dict[tuple[str, int], Val
             last = len(program.ops) - 1 if program.ops else None
             at = f"rank {program.rank}, after its last op, {last}" if program.ops else f"rank {program.rank} has no ops"
             raise PlanError(f"{at}: {chunk} is never written", program.rank, last, str(chunk))
+        if plan.problem.order:
+            why = f"at the end {chunk} is {_sum_of(got)}, but the order {plan.problem.order!r} is {_sum_of(wanted)}"
+            raise _error(program.rank, writers[-1], program.ops[writers[-1]], chunk, why)
         missing, extra = _difference(wanted, got), _difference(got, wanted)
         words = [f"lacks {_spell(t)}" for t in missing[:2]] + [f"contains {_spell(t)} too often" for t in extra[:2]]
         why = _first_mistake(missing, extra) or "; ".join(words)
@@ -535,8 +542,16 @@ def _first_mistake(missing: Sequence[Term], extra: Sequence[Term]) -> str:
     return ""
 
 
+def _sum_of(value: Value) -> str:
+    """The text of a sum: '(x[5] of rank 0 + x[5] of rank 1)'."""
+    return " + ".join(map(_spell, value)) or "nothing"
+
+
 def _spell(term: object) -> str:
     """The text of a term: 'x[5] of rank 2' for ('x', 2, 5)."""
+    if isinstance(term, tuple) and len(term) == 2 and term[0] in IN_ORDER.values():
+        a, b = map(_sum_of, term[1])
+        return f"({a} {term[0]} {b})"
     if isinstance(term, tuple) and is_opaque(term):
         return f"output {term[3]} of {term[0]}<{', '.join(map(str, term[1]))}>"
     if isinstance(term, tuple) and len(term) == 3 and isinstance(term[1], int):

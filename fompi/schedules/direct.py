@@ -3,7 +3,7 @@
 In step d a rank sends to rank + d, or to rank - d for sums, unless the plan gives an order. The messages carry the same
 bytes as in a ring, but without a chain of dependencies: a slow rank delays only its own messages. Gathers begin with
 the rank's own block, sums end with it. Terms are summed in the order of a ring, from the next rank round to the rank
-itself, so that both schedules give the same bits.
+itself, so that both schedules give the same bits. Or they are added in the tree that the problem asks for.
 
 Sources: TransformerEngine; PyTorch's async-TP; the attention of arXiv 2604.24013.
 
@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 
 from fompi.plans.plan import Chunk, Compute, Op, Recv, Send, Workspace
 from fompi.plans.problems import Problem
-from fompi.schedules.work import Dealt, Gather, Scatter, skewed
+from fompi.schedules.work import Dealt, Gather, InOrder, Scatter, skewed
 
 
 def direct(problem: Problem, work: Workspace) -> Iterator[Op]:
@@ -183,7 +183,7 @@ class _Sums:
         self.local, problem = local, local.problem
         self.inbox = local.work.scratch("inbox", "copies", problem.sent_row, local.wire)
         self.sums = self.inbox
-        if local.wire != problem.accumulator:
+        if local.wire != problem.accumulator and not problem.order:
             self.sums = local.work.scratch("sums", "own", problem.sent_row, problem.accumulator)
 
     def arrived(self, d: int, part: int) -> Chunk:
@@ -196,10 +196,10 @@ class _Sums:
             before = self.arrived(1, part) if d == 2 else self._sum(part)
             yield self.local.combine(before, self.arrived(d, part), self._sum(part))
 
-    def finish(self, part: int, own: Chunk) -> Op:
+    def finish(self, part: int, own: Chunk) -> Iterator[Op]:
         """Add this rank's own term and write the result."""
         before = self.arrived(1, part) if self.local.size == 2 else self._sum(part)
-        return self.local.combine(before, own, self.local.target(part), is_last=True)
+        yield self.local.combine(before, own, self.local.target(part), is_last=True)
 
     def _sum(self, part: int) -> Chunk:
         return (
@@ -207,9 +207,39 @@ class _Sums:
         )
 
 
+class _SumsInOrder(_Sums):
+    """The same, in the order of a tree over the ranks."""
+
+    def __init__(self, local: Scatter):
+        super().__init__(local)
+        self.trees: dict[int, InOrder] = {}
+
+    def add(self, part: int) -> Iterator[Op]:
+        local = self.local
+        distances = [(r - local.rank) % local.size for r in range(local.size)]
+        terms = [self.arrived(d, part) if d else None for d in distances]
+        row, dtype, at = local.problem.sent_row, local.problem.accumulator, local.rank * local.parts + part
+
+        def spare(k: int) -> Chunk:
+            return local.work.scratch(f"sums{k}", "own", row, dtype)[at]
+
+        self.trees[part] = InOrder(local, terms, local.wire == dtype, spare)
+        yield from self.trees[part].add()
+
+    def finish(self, part: int, own: Chunk) -> Iterator[Op]:
+        yield from self.trees[part].finish(own, self.local.target(part))
+
+
+def _sums(local: Scatter) -> _Sums:
+    return _SumsInOrder(local) if local.problem.order else _Sums(local)
+
+
 def _reduce_scatter(local: Scatter) -> Iterator[Op]:
-    """The terms of other ranks are summed while this rank computes its own. Then one add remains, and no message."""
-    rank, size, parts, sums = local.rank, local.size, range(local.parts), _Sums(local)
+    """The terms of other ranks are summed while this rank computes its own. Then one add remains, and no message.
+
+    In the order of a tree there remain as many as the tree is high.
+    """
+    rank, size, parts, sums = local.rank, local.size, range(local.parts), _sums(local)
     for d, part in local.order(range(1, size)):
         yield Recv((rank + d) % size, sums.arrived(d, part))
     for owner, part in local.order(local.work.dests(-1)):
@@ -219,12 +249,12 @@ def _reduce_scatter(local: Scatter) -> Iterator[Op]:
         yield from sums.add(part)
     own = yield from local.own_terms(local.wire)
     for part in parts:
-        yield sums.finish(part, own[part])
+        yield from sums.finish(part, own[part])
 
 
 def _all_reduce(local: Scatter, part: int) -> Iterator[Op | None]:
     """One slice: the owners sum its rows. Then it is gathered while the next slices are computed and summed."""
-    rank, size, y, sums = local.rank, local.size, local.work["y"], _Sums(local)
+    rank, size, y, sums = local.rank, local.size, local.work["y"], _sums(local)
     for d in range(1, size):
         yield Recv((rank + d) % size, sums.arrived(d, part))
     for owner in local.work.dests(-1):
@@ -233,7 +263,7 @@ def _all_reduce(local: Scatter, part: int) -> Iterator[Op | None]:
     own = yield from local.term(rank, part, local.wire)
     yield None
     yield from sums.add(part)
-    yield sums.finish(part, own)
+    yield from sums.finish(part, own)
     for d in range(1, size):
         source = (rank + d) % size
         yield Recv(source, y[local.block(source, part)])
@@ -282,6 +312,16 @@ def exchange(problem: Problem, work: Workspace) -> Iterator[Op]:
         yield Send((rank + d) % size, own)
     if size == 1:
         yield Compute("copy", (own,), (y[:],))
+        return
+    if problem.order:
+        tree = InOrder(
+            local,
+            [inboxes.get(r) for r in range(size)],
+            dtype == problem.accumulator,
+            lambda k: work.scratch(f"sums{k}", y.axis, problem.sent_row, problem.accumulator)[:],
+        )
+        yield from tree.add()
+        yield from tree.finish(own, y[:])
         return
     terms = [inboxes.get(r, own) for r in range(size)]
     sums = y if problem.dtype == problem.accumulator else work.scratch("sums", y.axis, y.row, problem.accumulator)

@@ -10,6 +10,9 @@ An all-gather of 4 ranks in groups of 2. The table lists the shards that each li
     0 <-> 1   0, 1; then 2, 3 as they arrive
     2 <-> 3   2, 3; then 0, 1 as they arrive
 
+Where a sum must be a tree over the ranks, the mates send their terms to the one of them that adds. Groups of 2**i ranks
+are nodes of that tree.
+
 Source: the two-level algorithms of MPI libraries, for example Karonis et al., IPDPS 2000. Here they have compute
 between the messages.
 """
@@ -20,7 +23,7 @@ from collections.abc import Generator, Iterator
 
 from fompi.plans.plan import Buffer, Chunk, Op, Recv, Send, Workspace
 from fompi.plans.problems import Problem
-from fompi.schedules.work import Gather, Scatter, skewed
+from fompi.schedules.work import Gather, InOrder, Scatter, skewed
 
 
 def hierarchical(problem: Problem, work: Workspace, ranks: int) -> Iterator[Op]:
@@ -89,12 +92,14 @@ class _GroupSums:
 
     def __init__(self, local: Scatter, axis: str):
         row, dtype = local.problem.sent_row, local.problem.accumulator
-        self.local, self.dtype = local, dtype
+        self.local, self.dtype, self.axis = local, dtype, axis
         self.inbox: Buffer = local.work.scratch("inbox", axis, row, dtype)
         self.groups: Buffer = local.work.scratch("group_sums", "copies", row, dtype)
 
     def group_sum(self, groups: _Groups, d: int, part: int) -> Generator[Op | None, None, Chunk]:
         """The sum of this group for the counterpart d groups away. The sum goes round the group and ends here."""
+        if self.local.problem.order:
+            return (yield from self.tree_of_group(groups, d, part))
         for step in range(groups.ranks):
             owner = groups.counterpart(d, groups.mate(-1 - step))
             arriving = self.inbox[self.local.block(owner, part)]
@@ -108,6 +113,25 @@ class _GroupSums:
                 yield None
         return arriving
 
+    def tree_of_group(self, groups: _Groups, d: int, part: int) -> Generator[Op | None, None, Chunk]:
+        """The same where the sum is a tree over the ranks: each mate sends its term to the one that adds them."""
+        local, mates, me = self.local, groups.ranks, groups.rank % groups.ranks
+        for e in groups.mates:
+            term = yield from local.term(groups.counterpart(d, groups.mate(e)), part, self.dtype)
+            yield Send(groups.mate(e), term)
+        block = local.block(groups.counterpart(d), part)
+        own = yield from local.term(groups.counterpart(d), part, self.dtype)
+        yield None
+        terms: list[Chunk | None] = [None] * mates
+        for e in groups.mates:
+            buffer = local.work.scratch(f"inbox{e}", self.axis, local.problem.sent_row, self.dtype)
+            terms[(me - e) % mates] = buffer[block]
+            yield Recv(groups.mate(-e), buffer[block])
+        tree = InOrder(local, terms, wide=True)
+        yield from tree.add()
+        yield from tree.finish(own, self.inbox[block], is_last=False)
+        return self.inbox[block]
+
     def from_group(self, d: int, part: int) -> Chunk:
         """The sum of the group `d` groups before this one."""
         return self.groups[d * self.local.parts + part]
@@ -118,9 +142,17 @@ class _GroupSums:
             first = self.from_group(1, part)
             yield self.local.combine(first, self.from_group(d, part), first)
 
-    def finish(self, own: Chunk, part: int) -> Op:
-        """Add the sum of this group and write the result."""
-        return self.local.combine(self.from_group(1, part), own, self.local.target(part), is_last=True)
+    def finish(self, groups: _Groups, own: Chunk, part: int) -> Iterator[Op]:
+        """Add the sums of all groups and write the result."""
+        if self.local.problem.order:
+            count, mine = 1 + len(groups.others), groups.rank // groups.ranks
+            distances = [(mine - group) % count for group in range(count)]
+            tree = InOrder(self.local, [self.from_group(d, part) if d else None for d in distances], wide=True)
+            yield from tree.add()
+            yield from tree.finish(own, self.local.target(part))
+            return
+        yield from self.add_groups(groups, part)
+        yield self.local.combine(self.from_group(1, part), own, self.local.target(part), is_last=True)
 
 
 def _reduce_scatter(local: Scatter, groups: _Groups) -> Iterator[Op]:
@@ -135,8 +167,7 @@ def _reduce_scatter(local: Scatter, groups: _Groups) -> Iterator[Op]:
         if d:
             yield Send(groups.counterpart(d), total)
         else:
-            yield from sums.add_groups(groups, part)
-            yield sums.finish(total, part)
+            yield from sums.finish(groups, total, part)
 
     yield from skewed(piece(d, part) for d in (*groups.others, 0) for part in parts)
 
@@ -154,8 +185,7 @@ def _all_reduce(local: Scatter, groups: _Groups, part: int) -> Iterator[Op | Non
             yield None
             yield Recv(groups.counterpart(-d), sums.from_group(d, part))
     yield None
-    yield from sums.add_groups(groups, part)
-    yield sums.finish(total, part)
+    yield from sums.finish(groups, total, part)
     for d in groups.others:
         yield Send(groups.counterpart(d), y[local.block(rank, part)])
     for e in groups.mates:

@@ -193,6 +193,18 @@ terms by itself, so that the results could differ between ranks.
 """
 
 
+IN_ORDER = (*DIRECT_FAMILY, *WHOLE)
+"""The schedules whose sums can be a tree over the ranks; `doubling` between 2**i ranks. So can groups of 2**i ranks."""
+
+
+def keeps_order(problem: Problem, schedule: str) -> bool:
+    """True if the problem asks for no order, or the schedule has it. Those of users may have it: they are verified."""
+    if not problem.order or schedule in REGISTERED:
+        return True
+    ranks = group_size(schedule) if group_size(schedule) > 1 else problem.size if schedule == "doubling" else 1
+    return (schedule in IN_ORDER or ranks == group_size(schedule) > 1) and ranks & (ranks - 1) == 0
+
+
 def roundings(problem: Problem, schedule: str) -> int:
     """How often a term of a result is rounded at most, where messages have a wire."""
     size, is_all_reduce = problem.size, problem.moves == "all_reduce"
@@ -212,7 +224,7 @@ def available(problem: Problem) -> list[str]:
         names = [name for name in _available("all_to_all", problem.size, problem.dtype, "sum") if _takes(problem, name)]
     else:
         names = _available(problem.moves, problem.size, problem.dtype, problem.op)
-    return [name for name in names if not (problem.wire and name in WITHOUT_WIRE)]
+    return [name for name in names if not (problem.wire and name in WITHOUT_WIRE) and keeps_order(problem, name)]
 
 
 def _available(moves: str, size: int, dtype: str, op: str) -> list[str]:
@@ -240,7 +252,7 @@ def _takes(problem: Problem, schedule: str) -> bool:
 
 def is_available(problem: Problem, schedule: str) -> bool:
     """True if this problem has the schedule. Groups may have any size that divides the number of ranks."""
-    if problem.wire and schedule in WITHOUT_WIRE:
+    if (problem.wire and schedule in WITHOUT_WIRE) or not keeps_order(problem, schedule):
         return False
     if problem.columns:
         return schedule in COLUMNS
@@ -271,6 +283,8 @@ def alternatives(problem: Problem, schedule: str) -> str:
         why = ": it does not know experts" if schedule in REGISTERED else ": a rank without experts takes no part"
     elif problem.wire and schedule in WITHOUT_WIRE:
         why = f": its messages cannot carry the wire {problem.wire}"
+    elif not keeps_order(problem, schedule):
+        why = f": its sums do not have the order {problem.order!r}"
     elif schedule in ("unfused", "sliced") and problem.op != "sum":
         why = f": the MPI library only sums, because its {problem.op} may differ from NumPy's"
     elif schedule in ("unfused", "sliced") and problem.dtype not in NATIVE_SUMS:

@@ -6,13 +6,14 @@ These classes yield the kernels that belong to the messages. So one loop serves 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import groupby
 
 from fompi.base.layout import accumulator
 from fompi.plans.kernels import REDUCTIONS, last_kernel
 from fompi.plans.plan import Buffer, Chunk, Compute, Op, Workspace
 from fompi.plans.problems import Problem
+from fompi.plans.tree import first_half
 
 
 def merged(*columns: Iterable[Chunk]) -> list[tuple[Chunk, ...]]:
@@ -296,11 +297,14 @@ class Scatter(_LocalWork):
     def has_bias(self, block: int) -> bool:
         """True if the product of this block includes the bias.
 
-        An all-to-all adds the bias to every block. In a sum only the owner of the block adds it.
+        An all-to-all adds the bias to every block. In a sum only the owner of the block adds it, or rank 0 if the sum
+        has an order.
         """
         if not self.problem.weights or not self.problem.weights[0].bias:
             return False
         owner = block % self.size if self.part_major else block // self.parts
+        if self.problem.order:
+            owner = 0
         return self.problem.moves == "all_to_all" or owner == self.rank
 
     def products(self, x: list[Chunk], y: list[Chunk]) -> Iterator[Op]:
@@ -383,3 +387,66 @@ class Scatter(_LocalWork):
         """The place of all blocks of this rank in the result."""
         first, experts = self.rank * self.work.parts, self.work.experts if self.problem.experts else 1
         return self.work["y"][first : first + self.parts * experts]
+
+
+class InOrder:
+    """The additions of the tree of one block (`fompi.plans.tree`), on chunks.
+
+    `terms` are those of the ranks, or of groups of them, in their order. That of this rank is missing (None) until
+    `finish` gets it. A sum replaces one of its terms if these are `wide`, as wide as the sum. Else it lies in
+    `spare(k)`, where k counts from 0.
+    """
+
+    def __init__(
+        self, local: Scatter, terms: Sequence[Chunk | None], wide: bool, spare: Callable[[int], Chunk] | None = None
+    ):
+        self.local, self.terms, self.spare, self.made = local, [*terms], spare, 0
+        self.done: dict[tuple[int, int], Chunk] = {}
+        self.free: list[Chunk] = []  # chunks whose sum has been added to another one
+        self.scratch = {term for term in terms if term is not None} if wide else set[Chunk]()
+
+    def add(self) -> Iterator[Op]:
+        """What needs no term of this rank."""
+        yield from self._others(0, len(self.terms))
+
+    def finish(self, own: Chunk, target: Chunk, is_last: bool = True) -> Iterator[Op]:
+        """The rest. `is_last`: this is the whole reduction."""
+        self.terms = [own if term is None else term for term in self.terms]
+        yield from self._node(0, len(self.terms), target, is_last)
+
+    def _others(self, low: int, high: int) -> Iterator[Op]:
+        if None not in self.terms[low:high]:
+            yield from self._node(low, high)
+        elif high - low > 1:
+            middle = low + first_half(high - low)
+            yield from self._others(low, middle)
+            yield from self._others(middle, high)
+
+    def _node(self, low: int, high: int, to: Chunk | None = None, is_last: bool = False) -> Iterator[Op]:
+        """Add the terms from `low` to `high`."""
+        if (low, high) in self.done or high - low == 1:
+            return
+        middle = low + first_half(high - low)
+        yield from self._node(low, middle)
+        yield from self._node(middle, high)
+        a, b = self._at(low, middle), self._at(middle, high)
+        usable = [chunk for chunk in (a, b) if chunk in self.scratch]
+        if to is None:
+            to = usable.pop(0) if usable else self._spare()
+        self.free += usable
+        yield self.local.combine(a, b, to, is_last)
+        self.done[low, high] = to
+
+    def _at(self, low: int, high: int) -> Chunk:
+        chunk = self.terms[low] if high - low == 1 else self.done[low, high]
+        assert chunk is not None
+        return chunk
+
+    def _spare(self) -> Chunk:
+        if self.free:
+            return self.free.pop()
+        assert self.spare is not None
+        made = self.spare(self.made)
+        self.made += 1
+        self.scratch.add(made)
+        return made

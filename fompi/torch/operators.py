@@ -102,7 +102,7 @@ PARAMETERS: dict[str, tuple[str, Callable[[Arguments], Any]]] = {
 
 COMMON = 'str comm="", str gradient="sum", SymInt[]? arriving=None, str words=""'
 WIRE = "str? wire=None"
-PLANNED = f'str schedule="auto", int[]? slices=None, str effort="plan", {WIRE}'
+PLANNED = f'str schedule="auto", int[]? slices=None, str effort="plan", {WIRE}, str order="any"'
 """The parameters that all operators have, and those of operations that have a plan."""
 
 CONVENTIONS = ("sum", "replicated")
@@ -225,7 +225,7 @@ class Operator:
                 del values["certify"]
         except (TypeError, IndexError):
             return None
-        texts = [values.get(name, "") for name in ("op", "schedule", "effort")]
+        texts = [values.get(name, "") for name in ("op", "schedule", "effort", "order")]
         if any(values.get(name, 0) is None for name in NEEDED) or not all(isinstance(text, str) for text in texts):
             return None
         if values.get("split_dim") is not None:

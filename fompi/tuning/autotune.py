@@ -85,7 +85,14 @@ def measured_schedule(
     def time_call(candidate: Candidate) -> float:
         begun = perf_counter()
         operation.begin(
-            trial, comm, CallOptions(candidate.schedule, candidate.slices, wire=local.problem.wire or None)
+            trial,
+            comm,
+            CallOptions(
+                candidate.schedule,
+                candidate.slices,
+                wire=local.problem.wire or None,
+                order=local.problem.order or "any",
+            ),
         ).wait()
         return perf_counter() - begun
 

@@ -188,9 +188,9 @@ def test_a_choice_with_one_slow_rank_simulates_few_ranks(monkeypatch):
     made = problem("all_reduce", 256, Form((8,), "float32"))
     simulated = []
 
-    def counted(plan, on):
+    def counted(plan, on, **how):
         simulated.append(symmetry(plan, plan.sizes, on))
-        return representatives(plan, on)
+        return representatives(plan, on, **how)
 
     monkeypatch.setattr(import_module("fompi.planner.explain"), "representatives", counted)
     name, _ = choose_schedule(made, 1 << 24, machine=machine)
