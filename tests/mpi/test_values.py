@@ -140,6 +140,6 @@ def test_signatures():
     """`help` and IDEs read them."""
     read = inspect.signature(fompi.matmul_reduce_scatter)
     own = ["x", "w", "bias", "dim", "counts", "out"]
-    common = ["comm", "schedule", "slices", "effort", "wire", "certify"]
+    common = ["comm", "schedule", "slices", "effort", "wire", "certify", "order"]
     assert list(read.parameters) == own + common
     assert read.parameters["schedule"].default == "auto" and read.return_annotation is not fompi.ops.arguments.Arguments

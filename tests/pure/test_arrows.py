@@ -18,7 +18,7 @@ from fompi.base.doors import DOORS, Doors, closed
 
 HOUSE = Path(fompi.__file__).resolve().parent
 
-PURE = ("base", "plans", "schedules", "traces", "model", "planner")
+PURE = ("base", "plans", "schedules", "traces", "model", "planner", "foreign")
 """The pure rooms need only Python: no MPI and no arrays."""
 
 RUNTIME = ("tensors", "backends", "mpi", "native", "engine", "runtime")
@@ -30,7 +30,7 @@ FRONT = ("ops", "tuning", "parallel", "torch", "jax", "lab", "cli", "bench", "__
 ROOMS = (*PURE, *RUNTIME, *FRONT)
 """All rooms in order. A file may import from its own room and from the rooms before it."""
 
-NOT_FOR_RUNTIME = {"schedules", "planner"}
+NOT_FOR_RUNTIME = {"schedules", "planner", "foreign"}
 
 FOREIGN = {
     "mpi4py": {"mpi/transport.py", "lab/links.py"},

@@ -1,0 +1,203 @@
+"""A schedule of another system as a Plan: `fompi.verify` proves it once more, `simulate` and `bind` take it.
+
+A chunk becomes one block or several, so that their number can be divided among the ranks. What a place of the schedule
+holds lies in the result if it belongs there, else in scratch memory. The steps come in an order in which they can be
+done. Messages between two ranks go in that order, whatever their connection.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from math import gcd
+
+from fompi.base.layout import Sizes
+from fompi.foreign.algorithm import Algorithm, Connection, ScheduleError, Step
+from fompi.plans.plan import Chunk, Compute, Op, Plan, Program, Programs, Recv, Send, Workspace
+from fompi.plans.problems import Form, problem
+
+Place = tuple[str, int]
+"""A chunk of a buffer of the schedule."""
+
+Term = tuple[int, int]
+"""(rank, chunk of its input)."""
+
+
+def plan_of(algorithm: Algorithm, order: Sequence[Step], rows: int, row: tuple[int, ...], dtype: str) -> Plan:
+    """The Plan of a schedule that is right. `order` are its steps (`proof.Verdict.order`).
+
+    A row has the shape `row`. Of an all-reduce the tensor has `rows` rows for each rank to sum, of an all-gather each
+    rank has `rows`, of a reduce-scatter it gets them, and of an all-to-all it has `rows` for every rank.
+    Raises ScheduleError for an all-to-all that passes through other ranks, which no plan does.
+    """
+    size = algorithm.ranks
+    made = problem(algorithm.collective, size, Form((0, *row), dtype))
+    blocks = size // gcd(size, algorithm.chunks)  # of each chunk
+    parts = algorithm.chunks * blocks // size
+    by_rank: dict[int, list[Step]] = {rank: [] for rank in range(size)}
+    for step in order:
+        by_rank[step.rank].append(step)
+    messages = _Messages(algorithm, order)
+    sizes = Sizes(pairs=((rows,) * size,) * size) if made.moves == "all_to_all" else Sizes((rows,) * size)
+
+    def program(rank: int) -> Program:
+        work = made.workspace(rank, parts)
+        return work.program(_Rank(algorithm, work, blocks, messages).ops(by_rank[rank]))
+
+    return Plan(made, algorithm.name or "its schedule", (1,) * parts, sizes, Programs(size, program))
+
+
+class _Messages:
+    """What each message carries, and its number among all from its source to its dest."""
+
+    def __init__(self, algorithm: Algorithm, order: Sequence[Step]):
+        self.ends = {(t.rank, t.number): (t.takes, t.sends) for t in algorithm.threads}
+        self.number: dict[tuple[int, int, int], int] = {}  # of the message that a step takes
+        self.terms: dict[tuple[int, int, int], list[Term]] = {}  # of each of its chunks, one of the terms
+        sent: defaultdict[tuple[int, int], int] = defaultdict(int)
+        queues: defaultdict[Connection, deque[tuple[int, list[Term]]]] = defaultdict(deque)
+        memory = [dict(algorithm.before(rank)) for rank in range(algorithm.ranks)]
+        for step in order:
+            takes, sends = self.ends[step.rank, step.thread]
+            here, key = memory[step.rank], (step.rank, step.thread, step.number)
+            terms: list[Term] = []
+            if step.kind.receives and takes is not None:
+                self.number[key], terms = queues[takes].popleft()
+                self.terms[key] = terms
+            elif step.kind.reads:
+                terms = [here[place] for place in step.source.chunks]
+            if step.kind.writes:
+                here.update(zip(step.dest.chunks, terms, strict=True))
+            if step.kind.sends and sends is not None:
+                queues[sends].append((sent[sends[:2]], terms))
+                sent[sends[:2]] += step.source.length
+
+
+class _Rank:
+    """The ops of one rank."""
+
+    def __init__(self, algorithm: Algorithm, work: Workspace, blocks: int, messages: _Messages):
+        self.algorithm, self.work, self.blocks, self.messages = algorithm, work, blocks, messages
+        self.rank, self.x, self.y = work.rank, work["x"], work["y"]
+        self.axis = "slices" if algorithm.collective == "all_reduce" else "rows"
+        self.holds: dict[Place, tuple[Chunk, Term]] = {}
+        self.used: defaultdict[int, int] = defaultdict(int)  # scratch chunks of each block
+        self.lent: dict[tuple[Place, int], Chunk] = {}
+        outputs = algorithm.after(self.rank)
+        self.home = {self._number(terms[0]): place for place, terms in outputs.items()}
+        for place, term in algorithm.before(self.rank).items():
+            self.holds[place] = self._chunk(self.x.name, self._number(term)), term
+
+    def ops(self, steps: Sequence[Step]) -> Iterator[Op]:
+        """All ops. Where the messages of a source do not come in the order of the steps, they come in before these."""
+        early = self._early(steps)
+        arrived: dict[tuple[int, int], Chunk] = {}
+        for step in sorted((s for s in steps if s.kind.receives), key=self._key):
+            source = self._source(step)
+            for i, term in enumerate(self.messages.terms[step.rank, step.thread, step.number]):
+                if source in early:
+                    chunk = arrived[self._number_of(step), i] = self._scratch(self._number(term))
+                    yield from (Recv(source, block) for block in self._blocks(chunk))
+        for step in steps:
+            yield from self._step(step, arrived if self._source(step) in early else None)
+        for number, place in self.home.items():
+            chunk, _ = self.holds[place]
+            target = self._chunk(self.y.name, number)
+            if chunk != target:
+                yield Compute("copy", (chunk,), (target,))
+
+    def _step(self, step: Step, arrived: dict[tuple[int, int], Chunk] | None) -> Iterator[Op]:
+        kind = step.kind
+        _, sends = self.messages.ends[step.rank, step.thread]
+        for i in range(step.source.length):
+            source, dest = step.source.chunks[i], step.dest.chunks[i]
+            value: Chunk | None = None
+            if kind.receives:
+                term = self.messages.terms[step.rank, step.thread, step.number][i]
+                number, is_sum = self._number(term), kind.reads
+                if arrived is not None:
+                    value = arrived[self._number_of(step), i]
+                else:
+                    is_direct = kind.writes and not is_sum
+                    value = self._target(dest, number) if is_direct else self._scratch(number)
+                    yield from (Recv(self._source(step), block) for block in self._blocks(value))
+                if is_sum:
+                    to = self._target(dest, number) if kind.writes else value
+                    yield Compute("add", (value, self.holds[source][0]), (to,))
+                    value = to
+                elif kind.writes and value != self._target(dest, number):
+                    to = self._target(dest, number)
+                    yield Compute("copy", (value,), (to,))
+                    value = to
+            elif kind.reads:
+                value, term = self.holds[source]
+                if kind.adds:
+                    to = self._target(dest, self._number(term))
+                    yield Compute("add", (self.holds[dest][0], value), (to,))
+                    value = to
+                elif kind.writes:
+                    to = self._target(dest, self._number(term))
+                    if to != value:
+                        yield Compute("copy", (value,), (to,))
+                    value = to
+            if value is None:
+                continue
+            if kind.writes:
+                self.holds[dest] = value, term
+            if kind.sends and sends is not None:
+                yield from (Send(sends[1], block) for block in self._blocks(value))
+
+    # -- where what lies
+    def _number(self, term: Term) -> int:
+        """The number of a chunk among those of the whole tensor, by one of its terms."""
+        rank, i = term
+        per = self.algorithm.per_rank
+        if self.algorithm.collective == "all_gather":
+            return rank * per + i
+        if self.algorithm.collective == "all_to_all":  # in x it is the one for its dest, in y that of its source
+            return i if rank == self.rank and i // per != self.rank else rank * per + i % per
+        return i
+
+    def _chunk(self, buffer: str, number: int) -> Chunk:
+        return Chunk(buffer, number * self.blocks, (number + 1) * self.blocks)
+
+    def _blocks(self, chunk: Chunk) -> list[Chunk]:
+        return [chunk._replace(start=i, stop=i + 1) for i in range(chunk.start, chunk.stop)]
+
+    def _target(self, place: Place, number: int) -> Chunk:
+        """Where a chunk lies in this place: in the result if that is where it belongs."""
+        if self.home.get(number) == place:
+            return self._chunk(self.y.name, number)
+        if (place, number) not in self.lent:
+            self.lent[place, number] = self._scratch(number)
+        return self.lent[place, number]
+
+    def _scratch(self, number: int) -> Chunk:
+        if self.algorithm.collective == "all_to_all":
+            raise ScheduleError("an all-to-all that passes through other places cannot be run as a plan")
+        name, self.used[number] = f"scratch{self.used[number]}", self.used[number] + 1
+        buffer = self.work.scratch(name, self.axis, self.x.row, self.x.dtype)
+        return self._chunk(buffer.name, number)
+
+    # -- messages
+    def _source(self, step: Step) -> int:
+        takes, _ = self.messages.ends[step.rank, step.thread]
+        return takes[0] if step.kind.receives and takes is not None else -1
+
+    def _number_of(self, step: Step) -> int:
+        return self.messages.number[step.rank, step.thread, step.number]
+
+    def _key(self, step: Step) -> tuple[int, int]:
+        return self._source(step), self._number_of(step)
+
+    def _early(self, steps: Sequence[Step]) -> set[int]:
+        """The sources whose messages do not come in the order of the steps that take them."""
+        last: dict[int, int] = {}
+        found = set()
+        for step in steps:
+            if step.kind.receives:
+                source, number = self._key(step)
+                if number < last.get(source, -1):
+                    found.add(source)
+                last[source] = number
+        return found
