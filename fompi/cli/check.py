@@ -12,7 +12,7 @@ from fompi.cli import plan
 from fompi.cli.output import show_json
 from fompi.foreign import msccl
 from fompi.foreign.algorithm import Algorithm, ScheduleError
-from fompi.foreign.proof import Verdict, check
+from fompi.foreign.proof import Judgement, check
 from fompi.foreign.translate import plan_of
 from fompi.model.machine import Machine
 
@@ -32,7 +32,7 @@ class Checked(NamedTuple):
 
     file: str
     algorithm: Algorithm
-    verdict: Verdict
+    verdict: Judgement
     seconds: float | None  # on a machine; None: it is wrong, or no plan has its form
     run: str  # what --run has found
 

@@ -32,7 +32,7 @@ class Kind(NamedTuple):
     sends: bool = False
 
 
-class Place(NamedTuple):
+class Region(NamedTuple):
     """`length` chunks of a buffer of the rank: "input", "output" or "scratch"."""
 
     buffer: str
@@ -56,8 +56,8 @@ class Step(NamedTuple):
     number: int
     name: str  # its kind, in the words of the file
     kind: Kind
-    source: Place
-    dest: Place
+    source: Region
+    dest: Region
     after: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:

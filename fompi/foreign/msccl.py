@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
 
-from fompi.foreign.algorithm import Algorithm, Connection, Kind, Place, ScheduleError, Step, Thread
+from fompi.foreign.algorithm import Algorithm, Connection, Kind, Region, ScheduleError, Step, Thread
 
 KINDS = {
     "s": Kind(reads=True, sends=True),
@@ -110,13 +110,13 @@ def _step(rank: int, thread: int, at: int, step: ElementTree.Element, shift: Shi
     return Step(rank, thread, at, name, kind, source, dest, ((on, before),) if on >= 0 and before >= 0 else ())
 
 
-def _place(step: ElementTree.Element, end: str, count: int, shift: Shift) -> Place:
+def _place(step: ElementTree.Element, end: str, count: int, shift: Shift) -> Region:
     letter, first = step.get(f"{end}buf", "i"), _number(step, f"{end}off", -1, 0)
     if letter not in BUFFERS:
         raise ScheduleError(f"{end}buf={letter!r} is none of {', '.join(BUFFERS)}")
     if shift is None or letter == "s":
-        return Place(BUFFERS[letter], first, count)
-    return Place("output", first + shift.get(letter, 0), count)
+        return Region(BUFFERS[letter], first, count)
+    return Region("output", first + shift.get(letter, 0), count)
 
 
 def _number(element: ElementTree.Element, name: str, least: int = 0, default: int | None = None) -> int:

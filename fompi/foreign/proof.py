@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from fompi.foreign.algorithm import Algorithm, Connection, Place, Step, Thread
+from fompi.foreign.algorithm import Algorithm, Connection, Region, Step, Thread
 
 SLOTS = (1, 2, 4, 8)
 """How many messages a connection may hold, before its sender waits. With more than the last of these none is right."""
@@ -32,7 +32,7 @@ At = tuple[int, int]
 """A thread: (rank, number)."""
 
 
-class Verdict(NamedTuple):
+class Judgement(NamedTuple):
     """`reasons` say what is wrong: empty if the schedule is right. `slots` is how many its connections need at least.
 
     `moved` are the chunks that each rank sends, `depth` the messages on the longest chain of them, and `order` are all
@@ -50,23 +50,23 @@ class Verdict(NamedTuple):
         return not self.reasons
 
 
-def check(algorithm: Algorithm) -> Verdict:
-    """The Verdict of a schedule."""
+def check(algorithm: Algorithm) -> Judgement:
+    """The Judgement of a schedule."""
     reasons = [*_form(algorithm)]
     if reasons:
-        return Verdict(tuple(reasons[:MOST_REASONS]))
-    run = _Run(algorithm)
+        return Judgement(tuple(reasons[:MOST_REASONS]))
+    run = _OnTerms(algorithm)
     run.go()
     if not run.has_ended:
-        return Verdict((run.stuck(),))
+        return Judgement((run.stuck(),))
     reasons = [*run.reasons, *_result(algorithm, run)]
-    slots = next((n for n in SLOTS if _Run(algorithm, n).go().has_ended), 0)
+    slots = next((n for n in SLOTS if _OnTerms(algorithm, n).go().has_ended), 0)
     if not slots:
-        reasons.append(_Run(algorithm, SLOTS[-1]).go().stuck())
+        reasons.append(_OnTerms(algorithm, SLOTS[-1]).go().stuck())
     moved = [0] * algorithm.ranks
     for step in algorithm.steps:
         moved[step.rank] += step.source.length if step.kind.sends else 0
-    return Verdict(tuple(reasons[:MOST_REASONS]), slots, tuple(moved), run.depth, tuple(run.order))
+    return Judgement(tuple(reasons[:MOST_REASONS]), slots, tuple(moved), run.depth, tuple(run.order))
 
 
 def _form(algorithm: Algorithm) -> Iterator[str]:
@@ -126,20 +126,20 @@ def _steps(thread: Thread | None) -> Sequence[Step]:
     return () if thread is None else thread.steps
 
 
-class _Message(NamedTuple):
+class _Queued(NamedTuple):
     values: list[Value]
     clock: dict[At, int]
     depth: int
 
 
-class _Run:
+class _OnTerms:
     """One run on terms. Each thread has a clock: how many steps of every other thread have happened before."""
 
     def __init__(self, algorithm: Algorithm, slots: int = 0):
         self.algorithm, self.slots = algorithm, slots
         self.threads = {(thread.rank, thread.number): thread for thread in algorithm.threads}
         self.at = dict.fromkeys(self.threads, 0)
-        self.queues: defaultdict[Connection, list[_Message]] = defaultdict(list)
+        self.queues: defaultdict[Connection, list[_Queued]] = defaultdict(list)
         self.clocks: dict[At, dict[At, int]] = {at: {} for at in self.threads}
         self.clock_of: dict[tuple[int, int, int], dict[At, int]] = {}
         self.depths = dict.fromkeys(self.threads, 0)
@@ -152,7 +152,7 @@ class _Run:
         self.order: list[Step] = []
         self.depth = 0
 
-    def go(self) -> _Run:
+    def go(self) -> _OnTerms:
         waiting = [*self.threads]
         while waiting:
             moved = [at for at in waiting if self._advance(at)]
@@ -221,7 +221,7 @@ class _Run:
             self._note_write(step)
             memory.update(zip(step.dest.chunks, values or (), strict=True))
         if kind.sends and thread.sends is not None:
-            self.queues[thread.sends].append(_Message(values or [], dict(clock), self.depths[at] + 1))
+            self.queues[thread.sends].append(_Queued(values or [], dict(clock), self.depths[at] + 1))
             self.depth = max(self.depth, self.depths[at] + 1)
         self.clock_of[step.rank, step.thread, step.number] = dict(clock)
         self.order.append(step)
@@ -230,7 +230,7 @@ class _Run:
         """True if one step has happened before the other one in every run."""
         return self.clocks[now.rank, now.thread].get((earlier.rank, earlier.thread), 0) > earlier.number
 
-    def _read(self, step: Step, place: Place) -> list[Value]:
+    def _read(self, step: Step, place: Region) -> list[Value]:
         memory, values = self.memory[step.rank], []
         for chunk in place.chunks:
             writer = self.writer.get((step.rank, *chunk))
@@ -265,7 +265,7 @@ def _join(clock: dict[At, int], other: dict[At, int]) -> None:
             clock[at] = count
 
 
-def _result(algorithm: Algorithm, run: _Run) -> Iterator[str]:
+def _result(algorithm: Algorithm, run: _OnTerms) -> Iterator[str]:
     """What the result has too much, or lacks."""
     for rank, memory in enumerate(run.memory):
         for (buffer, i), terms in algorithm.after(rank).items():

@@ -24,7 +24,7 @@ Term = tuple[int, int]
 
 
 def plan_of(algorithm: Algorithm, order: Sequence[Step], rows: int, row: tuple[int, ...], dtype: str) -> Plan:
-    """The Plan of a schedule that is right. `order` are its steps (`proof.Verdict.order`).
+    """The Plan of a schedule that is right. `order` are its steps (`proof.Judgement.order`).
 
     A row has the shape `row`. Of an all-reduce the tensor has `rows` rows for each rank to sum, of an all-gather each
     rank has `rows`, of a reduce-scatter it gets them, and of an all-to-all it has `rows` for every rank.
