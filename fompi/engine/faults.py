@@ -201,6 +201,7 @@ def _leave(engine: Engine) -> None:
         channel.send_all(GONE, 0)
     _drive(engine, lambda: bool(_not_gone(channels, False)), seconds)
     _drive(engine, lambda: bool(_not_gone(channels, True)), min(seconds, BROKEN_SECONDS))
+    _drive(engine, lambda: engine.is_telling, min(seconds, BROKEN_SECONDS))  # this process may end slowly from here on
     if broken and (unreachable := _not_gone(channels, False)):
         ranks = f"rank{'s' * (len(unreachable) > 1)} {', '.join(map(str, sorted(unreachable)))}"
         end_job(f"rank {world()[0]} ends the job: {ranks} cannot be reached at exit", 1)  # MPI would wait for ever

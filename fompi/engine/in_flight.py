@@ -13,7 +13,7 @@ from typing import Any
 
 from fompi.backends.base import Token
 from fompi.engine.port import Port, Queued
-from fompi.engine.tasks import MessageParts, Task, Watch
+from fompi.engine.tasks import MessageParts, Sent, Task, Watch
 
 EAGER_NBYTES = 4096
 """Every MPI copies a message of up to this many bytes when it is sent. Testing its request right then saves a poll."""
@@ -57,6 +57,11 @@ class InFlight:
         """Call `task.completed(key)` once `request` is done."""
         self._requests.append(request)
         self._owners.append((task, key))
+
+    @property
+    def is_telling(self) -> bool:
+        """True if small messages for which no thread waits are still on their way."""
+        return any(type(task) is Sent for task, _ in self._owners)
 
     def post_send(self, request: Any, nbytes: int, task: Task, key: int) -> bool:
         """True if a send is done already, as small sends usually are. If not, this is the same as `post`."""
