@@ -80,6 +80,7 @@ from fompi.planner.explain import Explanation
 from fompi.planner.layout import layouts
 from fompi.plans.plan import Plan
 from fompi.plans.staged import staged
+from fompi.plans.tree import Canonical
 from fompi.plans.verify import verify
 from fompi.runtime.alignment import gather_traces
 from fompi.runtime.executor import Executor
@@ -104,7 +105,7 @@ __all__ = [
     "Communicator", "Mesh", "Pending", "BoundCall", "Stop", "Device", "DeviceArray", "bind", "Executor",
     "Adaptive", "calibrate", "mark_step", "gather_traces", "timeline", "interleave",
     # values
-    "Spec", "Shard", "Replicate", "Partial", "Plan", "Machine", "Explanation", "Trace", "Proof",
+    "Spec", "Shard", "Replicate", "Partial", "Canonical", "Plan", "Machine", "Explanation", "Trace", "Proof",
     # errors and warnings
     "FompiError", "ShapeError", "LayoutError", "DtypeError", "TensorError", "ArgumentError", "DeviceError",
     "RaceError", "PlanError", "MismatchError", "PeerError", "WaitTimeout", "StateError", "LaunchError",

@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends import in_c, wires
+from fompi.backends import chains, in_c, wires
 from fompi.backends.base import Dtypes, Kernel
 from fompi.backends.half import LARGE, narrow, numba, storage, widen
 from fompi.base.doors import DOORS
 from fompi.base.layout import HALF
 from fompi.plans.dependencies import divisor
 from fompi.plans.kernels import MOVES, OF_WIRES, find
+from fompi.plans.kernels import chains as leaves_of
 
 Array = np.ndarray[Any, Any]
 Arrays = Sequence[Array]
@@ -85,8 +86,11 @@ class Numpy:
             return compiled
         if kernel in OF_WIRES:
             return wires.bound(kernel, [*reads, *writes], [*read_dtypes, *write_dtypes])
-        count = divisor(kernel)
-        compute = _KERNELS[kernel] if count is None else partial(_mean, count)
+        count, leaves = divisor(kernel), leaves_of(kernel)
+        if leaves:
+            compute: Callable[..., None] = partial(_chain, leaves, find(kernel).reduces)
+        else:
+            compute = _KERNELS[kernel] if count is None else partial(_mean, count)
         if plain:
             return partial(compute, find(kernel).rows(reads), find(kernel).wholes(reads), writes)
         return partial(_half, compute, kernel, reads, writes, read_dtypes, write_dtypes)
@@ -158,6 +162,17 @@ def _gradient(groups: Groups, whole: Arrays, writes: Arrays) -> None:
         else:
             np.matmul(left, rows(h), out=g)
         add = True
+
+
+def _chain(leaves: int, is_gradient: bool, groups: Groups, whole: Arrays, writes: Arrays) -> None:
+    if writes[0].dtype.kind != "f":  # sums of integers are exact
+        (_gradient if is_gradient else _matmul)(groups, whole, writes)
+    elif is_gradient:
+        for i, (a, h) in enumerate(zip(*groups, strict=True)):
+            chains.product(rows(a).T, rows(h), writes[0], adds=i > 0)
+    else:
+        for x, y in zip(groups[0], writes, strict=True):
+            chains.product(rows(x), whole[0], rows(y), leaves, whole[1] if whole[1:] else None)
 
 
 def _matmul_grouped(groups: Groups, whole: Arrays, writes: Arrays) -> None:

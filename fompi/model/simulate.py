@@ -89,6 +89,8 @@ def symmetry(plan: Plan, sizes: Sizes, machine: Machine, known: dict[int, Constr
     counts = sizes.runs or sizes.pairs
     if size % step or step == size or len(set(map(machine.rate, range(size)))) > 1:
         return size
+    if plan.problem.is_split:
+        return size
     dealt = plan.problem.columns or plan.problem.experts
     if size <= FEW_RANKS and dealt[step:] + dealt[:step] != dealt:
         return size

@@ -3,6 +3,18 @@ from typing import Any
 OP_NBYTES: int
 
 def kernel(kernel: int, dtype: int, divisor: int, flags: int, a: int, b: int, c: int, count: int, /) -> None: ...
+def product(
+    is_wide: bool,
+    adds: bool,
+    sizes: tuple[int, int, int, int],
+    x: tuple[int, int, int],
+    w: tuple[int, int, int],
+    bias: int,
+    y: tuple[int, int],
+    scratch: int,
+    /,
+) -> None: ...
+def product_scratch(is_wide: bool, sizes: tuple[int, int, int, int], /) -> int: ...
 def xla_handler(run: Any, major: int, minor: int, /) -> int: ...
 
 class Library:

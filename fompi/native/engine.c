@@ -29,6 +29,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "chain.h"
 #include "kernels.h"
 #include "xla.h"
 
@@ -1191,7 +1192,39 @@ static PyObject *run_one_kernel(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* The same. */
+static PyObject *run_product(PyObject *self, PyObject *args) {
+    int is_wide, adds;
+    long long m, n, k, leaves, x_step, x_across, w_step, w_across, y_step;
+    unsigned long long x, w, bias, y, scratch;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "ii(LLLL)(KLL)(KLL)K(KL)K", &is_wide, &adds, &m, &n, &k, &leaves, &x, &x_step, &x_across, &w,
+                          &w_step, &w_across, &bias, &y, &y_step, &scratch))
+        return NULL;
+    if (m < 0 || n < 0 || k < 0 || leaves < 1 || k % leaves) {
+        PyErr_SetString(PyExc_ValueError, "there is no such product");
+        return NULL;
+    }
+    Product product = {m, n, k, leaves, (void *)(uintptr_t)x, x_step, x_across, (void *)(uintptr_t)w, w_step, w_across,
+                       (void *)(uintptr_t)bias, (void *)(uintptr_t)y, y_step, adds};
+    Py_BEGIN_ALLOW_THREADS
+    chain_run(is_wide, &product, (void *)(uintptr_t)scratch);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *product_scratch(PyObject *self, PyObject *args) {
+    int is_wide;
+    long long m, n, k, leaves;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "i(LLLL)", &is_wide, &m, &n, &k, &leaves)) return NULL;
+    return PyLong_FromLongLong(chain_scratch(is_wide, m, n, k, leaves));
+}
+
 static PyMethodDef functions[] = {
+    {"product", run_product, METH_VARARGS,
+     "product(is_wide, adds, (m, n, k, leaves), (x, step, across), (w, step, across), bias, (y, step), scratch): see chain.h."},
+    {"product_scratch", product_scratch, METH_VARARGS, "product_scratch(is_wide, (m, n, k, leaves)): the bytes of its scratch."},
     {"kernel", run_one_kernel, METH_VARARGS, "kernel(kernel, dtype, divisor, flags, a, b, c, count): one kernel on memory at these addresses."},
     {"xla_handler", xla_handler, METH_VARARGS, "xla_handler(run, major, minor): the address of the handler of calls in JAX programs."},
     {NULL, NULL, 0, NULL},

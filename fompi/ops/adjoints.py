@@ -58,7 +58,7 @@ from fompi.base.errors import FompiError, LayoutError, StateError, TensorError
 from fompi.base.layout import Extents, split
 from fompi.engine.communicator import Communicator
 from fompi.ops import operations
-from fompi.ops.arguments import Arguments, Peers
+from fompi.ops.arguments import SUMS, Arguments, Peers
 from fompi.ops.messages import sendrecv
 from fompi.ops.operation import CallOptions, Operation
 from fompi.ops.pending import Pending
@@ -158,7 +158,10 @@ class Call:
         number = f" (call {self._number})" if self._number >= 0 else ""
         words = f"in the backward of {self.operation.name}{number}"
         arguments = replace(operation.read(tensors, options)[0], words=words)
-        return self.apply(operation, arguments, self.comm, self.call_options._replace(schedule=schedule))
+        order = self.call_options.order
+        if operation.name in SUMS and order != "any":  # each rank has one term of the gradient, whatever its leaves
+            order = "ranks"
+        return self.apply(operation, arguments, self.comm, self.call_options._replace(schedule=schedule, order=order))
 
 
 CONVENTIONS = ("sum", "replicated")

@@ -13,13 +13,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fompi.backends.cuda import backend_of
+from fompi.backends.numpy import COMBINES
 from fompi.base.errors import DtypeError, LayoutError, ShapeError, TensorError
-from fompi.base.layout import as_integer, integer
+from fompi.base.layout import as_integer, integer, offsets
 from fompi.engine.handshake import VALUE_BITS
 from fompi.plans import problems
+from fompi.plans.kernels import REDUCTIONS
 from fompi.plans.meaning import MEANING, VARIANTS, is_flat
 from fompi.plans.problems import Form, Problem
 from fompi.plans.rows import columns_of, counts_of, experts_of, mine_of, runs_of
+from fompi.plans.tree import Canonical, folded
 from fompi.runtime.default_device import default_device, upload
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
@@ -28,6 +31,10 @@ Array = np.ndarray[Any, Any]
 
 MOST_ROWS = (1 << VALUE_BITS) - 1
 """The most rows that x may have on one rank. A number of rows has VALUE_BITS bits in the handshake."""
+
+
+SUMS = ("all_reduce", "reduce_scatter", "reduce")
+"""The operations whose x may be a list of leaves."""
 
 
 class Peers(NamedTuple):
@@ -114,14 +121,18 @@ class LocalCall(NamedTuple):
 
 
 def localise(
-    operation: str, arguments: Arguments, rank: int, size: int, wire: str | None = None, order: str = "any"
+    operation: str, arguments: Arguments, rank: int, size: int, wire: str | None = None, order: Any = "any"
 ) -> LocalCall:
     """Check the tensors of this rank, and make rows their first dimension. `wire` is that of messages, `order` of sums.
 
     Raises TensorError, DtypeError, ShapeError, LayoutError or PlanError.
     """
     borrow = dlpack.borrow if default_device() is None else upload
-    x = borrow(arguments.x, "x")
+    leaves: Sequence[Tensor] = ()
+    if order != "any":
+        order = problems.order_of(order)
+        leaves = _leaves(operation, arguments, rank, size, order, borrow)
+    x = borrow(arguments.x, "x") if not leaves else replace(leaves[0])
     weights: Sequence[Tensor] = ()
     biases: Sequence[Tensor | None] = ()
     operands: Sequence[Tensor] = ()
@@ -184,7 +195,7 @@ def localise(
     if wire is not None:
         problem = problems.on_wire(problem, wire)
     if order != "any":
-        problem = problems.in_order(problem, order)
+        problem = problems.in_order(problem, order, rank)
     if operation == "scatter" and rank != problem.root:
         x.array = x.array[:0]
     runs: Sequence[Sequence[int]] = ()
@@ -197,8 +208,8 @@ def localise(
             f"{operation}: x has {total} rows, at most {MOST_ROWS} are possible on a rank: give x wider rows"
         )
     rows = mine_of(problem, total, counts, rank)
-    packed = not problem.multiplies_first and not problem.deals_x and not x.array.flags.c_contiguous
-    arrays = {"x": x.array}
+    packed = not (problem.multiplies_first or problem.deals_x or leaves or x.array.flags.c_contiguous)
+    arrays = _terms(problem, x, leaves, dim, rank) if leaves else {"x": x.array}
     for i, w in enumerate(weights):
         arrays[problem.name("w", i)] = w.array
         bias = biases[i] if i < len(biases) else None
@@ -206,18 +217,59 @@ def localise(
             arrays[problem.name("bias", i)] = bias.array
     for i, h in enumerate(operands):
         arrays[problem.name("h", i)] = h.array
-    if columns:
-        arrays = problem.cut(arrays)
+    if columns or (problem.is_split and weights):
+        arrays = problem.cut(arrays, rank)
     expects = len(operands[0].array) if operands else arguments.expects
     in_place = False
     if out is not None:
-        in_place = flat and out.array.flags.c_contiguous and _same_memory(x, out)
-        for name, tensor in () if in_place else (("x", x), *_named(weights, biases, operands)):
+        in_place = flat and not leaves and out.array.flags.c_contiguous and _same_memory(x, out)
+        given = [("x", leaf) for leaf in leaves or (x,)]
+        for name, tensor in () if in_place else (*given, *_named(weights, biases, operands)):
             if _overlap(out, tensor):
                 raise TensorError(f"{operation}: out= shares memory with {name}")
         expects = _check_out(problem, out, shape, dim, split_at, rank, rows, expects)
     where = (out, in_place, device, packing)
     return LocalCall(problem, packed, arrays, x, shape, dim, split_at, rows, expects, *where, runs)
+
+
+def _leaves(
+    operation: str, arguments: Arguments, rank: int, size: int, order: str, borrow: Callable[..., Tensor]
+) -> list[Tensor]:
+    """The leaves of a sum that this rank has, with rows in their first dimension and contiguous. Empty: x is a tensor."""
+    canonical, x = Canonical.of(order), arguments.x
+    if canonical is None or operation not in SUMS:
+        return []
+    count, terms = canonical.counts(size)[rank], canonical.subtrees(size)[rank]
+    if not isinstance(x, (list, tuple)):
+        if len(terms) > 1:
+            why = f"rank {rank} has {count} leaves, which are {len(terms)} subtrees: give x as a list of its leaves"
+            raise ShapeError(f"{operation}: order={order}: {why}")
+        return []
+    leaves = [borrow(leaf, f"x[{i}]") for i, leaf in enumerate(x)]
+    if len(leaves) != count:
+        raise ShapeError(
+            f"{operation}: order={order}: rank {rank} has {count} leaves of {size} ranks, not {len(leaves)}"
+        )
+    for i, leaf in enumerate(leaves):
+        if leaf.array.shape != leaves[0].array.shape or leaf.dtype != leaves[0].dtype:
+            raise ShapeError(
+                f"{operation}: x[{i}] is {leaf.dtype} {leaf.array.shape}, but x[0] is {leaves[0].dtype} "
+                f"{leaves[0].array.shape}: leaves must be alike"
+            )
+        if leaf.device is not None:
+            raise TensorError(f"{operation}: order={order}: leaves on a device are added there: give x, their sum")
+    return leaves
+
+
+def _terms(problem: Problem, x: Tensor, leaves: Sequence[Tensor], dim: int, rank: int) -> dict[str, Array]:
+    """The inputs of a sum whose terms are subtrees, added from these leaves."""
+    combine, arrays = COMBINES[REDUCTIONS[problem.op]], {}
+    sizes, ends = problem.terms[rank], offsets(problem.terms[rank])
+    for j, n in enumerate(sizes):
+        mine = [dlpack.rows_first(leaf.array, dim).reshape(x.array.shape) for leaf in leaves[ends[j] : ends[j + 1]]]
+        term = folded(mine, combine) if n > 1 else np.ascontiguousarray(mine[0])
+        arrays[f"x{j}" if problem.is_split else "x"] = term
+    return arrays
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

@@ -183,6 +183,8 @@ def _checked(
     if call_options.effort != "plan":
         raise PlanError(f'{name}: effort="measure" chooses at the first call: bind fompi.explain(...) for it')
     local = localise(operation.name, arguments, comm.rank, comm.size, call_options.wire, call_options.order)
+    if local.problem.is_split:
+        raise PlanError(f"{name}: order={local.problem.order}: a rank has several subtrees, which are not bound")
     if call_options.certify and not local.problem.wire:
         raise PlanError(f"fompi.{operation.name}: certify=True needs a wire=: without one, messages round nothing")
     schedule, slices, *_ = call_options

@@ -39,7 +39,7 @@ class CallKeywords(TypedDict, total=False):
     effort: str
     wire: str | None
     certify: bool
-    order: str
+    order: Any
 
 
 class CallOptions(NamedTuple):
@@ -50,7 +50,7 @@ class CallOptions(NamedTuple):
     effort: str = "plan"
     wire: str | None = None
     certify: bool = False
-    order: str = "any"
+    order: Any = "any"
 
 
 _DEFAULTS = CallOptions()

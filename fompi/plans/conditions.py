@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from fompi.base.layout import Sizes, offsets
-from fompi.plans.kernels import Value, product, reduced, total
+from fompi.plans.kernels import Value, gradient_in_order, product, reduced, total
 from fompi.plans.plan import Program
 from fompi.plans.problems import OwnProblem, Problem
 from fompi.plans.tree import reduced_in_order
@@ -47,16 +47,26 @@ def _after(problem: Problem, rank: int, parts: int) -> dict[tuple[str, int], Val
     size, slices = problem.size, parts // problem.runs
 
     def weighted(x: Value, i: int, at: int, bias: bool = True, expert: int = 0) -> Value:
-        y = product("matmul", x, ((problem.name("w", i), at, expert),))
+        y = product(problem.kernel("matmul"), x, ((problem.name("w", i), at, expert),))
         return total(y, ((problem.name("bias", i), at, 0),)) if bias and problem.weights[i].bias else y
 
+    def term(r: int, j: int, leaves: int, b: int) -> Value:
+        """The j-th term that rank r has of block b, where a sum has an order. Rank 0 adds the bias to its first one."""
+        number = j if problem.is_split else ""
+        x: Value = ((f"x{number}", r, b),)
+        if not problem.multiplies_first:
+            return x
+        y = product(problem.kernel("matmul", leaves), x, ((f"w{number}", r, 0),))
+        return total(y, (("bias", r, 0),)) if problem.weights[0].bias and r == j == 0 else y
+
     def scattered(b: int) -> Value:
+        if problem.order:
+            whole = [term(r, j, n, b) for r, mine in enumerate(problem.terms) for j, n in enumerate(mine)]
+            return reduced_in_order(problem.op, whole, [n for mine in problem.terms for n in mine])
         terms = [((("x", r, b),)) for r in range(size)]
         if not problem.multiplies_first:
-            return reduced_in_order(problem.op, terms) if problem.order else reduced(problem.op, terms)
+            return reduced(problem.op, terms)
         owner = rank if problem.moves == "reduce_scatter" else b % size  # the owner of the rows adds the bias
-        if problem.order:  # or rank 0 does, whoever owns them
-            return reduced_in_order("sum", [weighted(x, 0, r, bias=r == 0) for r, x in enumerate(terms)])
         return total(*(weighted(x, 0, r, bias=r == owner) for r, x in enumerate(terms)))
 
     everything: Sequence[int] = range(size * parts)
@@ -97,8 +107,9 @@ def _after(problem: Problem, rank: int, parts: int) -> dict[tuple[str, int], Val
         h = problem.name("h", i)
         for e in experts:
             pairs = [(arrives(b), ((h, rank, b),)) for b in everything if expert(b) == e]
-            terms = [product("gradient", *((y, x) if gradient.flipped else (x, y))) for x, y in pairs]
-            result[problem.name("g", i), e] = total(*terms)
+            name = problem.kernel("gradient")
+            terms = [product(name, *((y, x) if gradient.flipped else (x, y))) for x, y in pairs]
+            result[problem.name("g", i), e] = gradient_in_order(terms) if problem.order else total(*terms)
     return result
 
 

@@ -17,6 +17,15 @@
 | `gradient(a, h) -> g`        | g = a.T @ h, summed over the rows (and all but the last dimensions)  |
 | `gradient_add(a, h, g) -> g` | g = g + a.T @ h                                                      |
 
+Where a sum has an order that no cut changes (`plans.tree.Canonical`), products are chains along the contraction:
+
+| kernel                        | means                                                               |
+|-------------------------------|---------------------------------------------------------------------|
+| `matmul4(x, w) -> y`          | y = x @ w: 4 equal parts of the contraction, each from its first    |
+|                               | element to its last, added in a tree; the same with other numbers   |
+| `matmul4_bias(x, w, b) -> y`  | the same, where the first part begins with b                        |
+| `gradient1(a, h) -> g`        | g = a.T @ h, from the first row to the last                         |
+
 Where messages carry fewer bits (`fompi.base.wires`), each wire W has kernels on one block. m is its form on the wire:
 
 | kernel                       | means                                                                |
@@ -43,6 +52,7 @@ computed in float32 and rounded when the result is written.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import total_ordering
@@ -272,18 +282,42 @@ def last_kernel(op: str, count: int) -> str:
     return f"mean{count}" if op == "mean" else REDUCTIONS[op]
 
 
+@functools.lru_cache
+def chains(name: str) -> int:
+    """The number of parts of a product in a fixed order: 4 for `matmul4` and `matmul4_bias`. 0 for other kernels."""
+    found = re.fullmatch(r"matmul([1-9]\d{0,8})(_bias)?|gradient(1)", name)
+    return int(found[1] or found[3]) if found else 0
+
+
 def is_known(name: str) -> bool:
     """True if fompi has a kernel of this name."""
-    return name in KERNELS or divisor(name) is not None
+    return name in KERNELS or divisor(name) is not None or chains(name) > 0
 
 
 def find(name: str) -> Kernel:
     if name in KERNELS:
         return KERNELS[name]
+    if chains(name):
+        return _chain(name)
     count = divisor(name)
     if count is None:
         raise PlanError(f"unknown kernel {name!r}; known: {', '.join(KERNELS)}, mean2, mean3, ...")
     return Kernel(2, 0, False, lambda a, b: mean_of(count, total(a, b)))
+
+
+@functools.lru_cache
+def _chain(name: str) -> Kernel:
+    bare = name.removesuffix("_bias")
+    if name == "gradient1":
+        return Kernel(2, 0, True, lambda a, h: product(bare, a, h))
+    if bare == name:
+        return Kernel(1, 1, False, lambda x, w: product(bare, x, w))
+    return Kernel(1, 2, False, lambda x, w, b: total(product(bare, x, w), b))
+
+
+def gradient_in_order(terms: Sequence[Value]) -> Value:
+    """The value of `gradient1`: its terms, row by row, as one term that keeps their order."""
+    return (("gradient1", tuple(terms)),)
 
 
 def aligned(op: Compute) -> list[Sequence[Chunk]]:
@@ -356,7 +390,8 @@ def evaluate(
     whole = [read(chunk)[0] for chunk in kernel.wholes(op.reads)]
     groups = [[value for chunk in chunks for value in read(chunk)] for chunks in kernel.rows(op.reads)]
     if kernel.reduces:
-        return [total(*(kernel.meaning(*row) for row in zip(*groups, strict=True)), *whole)]
+        terms = [kernel.meaning(*row) for row in zip(*groups, strict=True)]
+        return [gradient_in_order(terms) if chains(op.kernel) else total(*terms, *whole)]
     return [kernel.meaning(*row, *whole) for row in zip(*groups, strict=True)]
 
 

@@ -15,6 +15,7 @@ from fompi.base.wires import wire_of
 from fompi.plans.kernels import REDUCTIONS, Value
 from fompi.plans.meaning import AXES, MEANING, ROOTED, VARIANTS, is_flat
 from fompi.plans.plan import Program, Workspace
+from fompi.plans.tree import Canonical
 
 
 class Form(NamedTuple):
@@ -59,7 +60,9 @@ class Problem:
 
     `over_x` is true if the result is written over x (`plans.over_x`). `wire` is the form in which messages carry
     elements (`base.wires`); empty: as they are. `order` is the order in which terms of several ranks are added
-    (`plans.tree`); empty: that of the schedule.
+    (`plans.tree`); empty: that of the schedule. In an order of leaves (`Canonical`) a product that is summed has
+    `piece` elements of the contraction in a leaf, and where ranks have several subtrees, each is an input of its own:
+    x0, w0, x1, w1, ...
     """
 
     operation: str
@@ -77,6 +80,7 @@ class Problem:
     over_x: bool = False
     wire: str = ""
     order: str = ""
+    piece: int = 0
 
     @cached_property
     def moves(self) -> str:
@@ -102,9 +106,37 @@ class Problem:
         """True if columns are dealt to the ranks before or behind a product."""
         return bool(self.columns) and bool(self.weights)
 
-    def cut(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """`tensors` by the names of the inputs: where columns are dealt, x or the weight becomes its pieces."""
+    @cached_property
+    def canonical(self) -> Canonical | None:
+        """The order, if it has leaves."""
+        return Canonical.of(self.order)
+
+    @cached_property
+    def terms(self) -> tuple[tuple[int, ...], ...]:
+        """What the ranks have of a sum: the leaves of each of the subtrees of each rank. Without leaves one term each."""
+        return ((1,),) * self.size if self.canonical is None else self.canonical.subtrees(self.size)
+
+    @cached_property
+    def is_split(self) -> bool:
+        """True if a rank has several terms of a sum."""
+        return self.sums and max(map(len, self.terms)) > 1
+
+    def kernel(self, name: str, leaves: int = 1) -> str:
+        """The kernel `name` of a product, in the order of the sum."""
+        if self.order and name == "gradient":
+            return "gradient1"
+        return name.replace("matmul", f"matmul{leaves}") if self.canonical else name
+
+    def cut(self, tensors: Mapping[str, Any], rank: int = 0) -> dict[str, Any]:
+        """`tensors` by the names of the inputs: where columns are dealt, x or the weight becomes its pieces.
+
+        So do x and w of a product where the rank has several terms.
+        """
         given = dict(tensors)
+        if self.is_split and self.weights and "x" in given:
+            x, w = given.pop("x"), given.pop("w")
+            for j, (a, b) in enumerate(pairwise(offsets(self.piece * n for n in self.terms[rank]))):
+                given |= {f"x{j}": x[..., a:b], f"w{j}": w[a:b]}
         for name in [name for name in self.whole_shapes if name in given]:
             tensor, ends = given.pop(name), offsets(self.columns)
             pieces = [slice(*run) for run in pairwise(ends)]
@@ -254,9 +286,13 @@ class Problem:
             self._add_dealt(work, rank)
             work.add("y", "output", there, self.result_row(rank), self.dtype)
             return work
-        work.add("x", "inout" if self.over_x else "input", here, self.row, self.dtype)
+        if self.is_split:
+            self._add_terms(work, rank)
+        else:
+            work.add("x", "inout" if self.over_x else "input", here, self.row, self.dtype)
         for i, weight in enumerate(self.weights):
-            work.add(self.name("w", i), "input", whole, (self.row[-1], weight.columns), self.dtype)
+            if not self.is_split:
+                work.add(self.name("w", i), "input", whole, (self.row[-1], weight.columns), self.dtype)
             if weight.bias:
                 work.add(self.name("bias", i), "input", "whole", (weight.columns,), self.dtype)
         for i, gradient in enumerate(self.gradients):
@@ -268,6 +304,14 @@ class Problem:
         for i in range(len(self.gradients)):
             work.add(self.name("g", i), "output", whole, self.gradient_shape(i), self.dtype)
         return work
+
+    def _add_terms(self, work: Workspace, rank: int) -> None:
+        """The inputs where a rank has several terms of a sum."""
+        for j, leaves in enumerate(self.terms[rank]):
+            row = (*self.row[:-1], self.piece * leaves) if self.weights else self.row
+            work.add(f"x{j}", "input", self.axes[0], row, self.dtype)
+            if self.weights:
+                work.add(f"w{j}", "input", "whole", (row[-1], self.weights[0].columns), self.dtype)
 
     def _add_dealt(self, work: Workspace, rank: int) -> None:
         """The inputs where columns are dealt."""
@@ -298,7 +342,8 @@ class Problem:
         dealt = f"{self.columns} {self.experts}"
         if not self.multiplies_first:
             return f"{self.operation} {self.dtype} {self.row} {self.root} {self.op} {dealt}{self.wire}{self.order}"
-        return f"{self.operation} {self.dtype} {self.sent_row} {self.weights[0].bias} {dealt}{self.wire}{self.order}"
+        order = f"{self.order} {self.piece}" if self.piece else self.order
+        return f"{self.operation} {self.dtype} {self.sent_row} {self.weights[0].bias} {dealt}{self.wire}{order}"
 
     @cached_property
     def _hash(self) -> int:
@@ -331,23 +376,57 @@ def on_wire(problem: Problem, name: str) -> Problem:
 
 
 ORDERS = ("any", "ranks")
-"""Of the terms of a sum: that of the schedule, or the tree over the ranks (`plans.tree`)."""
+"""Of the terms of a sum: that of the schedule, or the tree over the ranks (`plans.tree`). Or it is a `Canonical`."""
 
 
-def in_order(problem: Problem, order: str) -> Problem:
-    """The problem whose sums have this order. What sums nothing over the ranks stays as it is.
+def order_of(order: Any) -> str:
+    """The name of an order. Raises PlanError if there is no such order."""
+    if isinstance(order, Canonical):
+        return str(order)
+    if isinstance(order, str) and (order in ORDERS or Canonical.of(order)):
+        return order
+    raise PlanError(f"order={order!r} must be one of {', '.join(map(repr, ORDERS))}, or fompi.Canonical(8)")
+
+
+def in_order(problem: Problem, order: str, rank: int = 0) -> Problem:
+    """The problem whose sums have this order. What has no sums stays as it is. `rank` has tensors of these shapes.
 
     Raises PlanError for another order, and where it cannot be kept.
     """
-    if order not in ORDERS:
-        raise PlanError(f"order={order!r} must be one of {', '.join(map(repr, ORDERS))}")
-    if order == "any" or not (problem.sums or problem.gradients):
+    canonical = Canonical.of(order_of(order))
+    multiplies = bool(problem.weights) and canonical is not None
+    if order == "any" or not (problem.sums or problem.gradients or multiplies):
         return problem
-    if problem.gradients:
-        raise PlanError(f"order={order!r}: {problem.operation} sums over rows, piece by piece, which has no order yet")
     if problem.wire:
         raise PlanError(f"order={order!r}: messages with the wire {problem.wire} have no order yet")
-    return replace(problem, order=order)
+    if problem.experts:
+        raise PlanError(f"order={order!r}: {problem.operation} has no such order yet")
+    ordered = replace(problem, order=order)
+    return ordered if canonical is None else _canonical(ordered, canonical, rank)
+
+
+def _canonical(problem: Problem, canonical: Canonical, rank: int) -> Problem:
+    operation, order = problem.operation, problem.order
+    if problem.columns:
+        raise PlanError(f"order={order}: {operation} has no such order yet")
+    if not (problem.weights or problem.gradients):
+        if problem.op == "mean":
+            raise PlanError(f"order={order}: op='mean' divides by the ranks; use op='sum', and divide by the leaves")
+        if problem.half:
+            raise DtypeError(f"order={order}: sums of leaves are kept in float32: {operation} takes no {problem.dtype}")
+    elif problem.dtype.startswith("complex"):
+        raise DtypeError(f"order={order}: {operation} has no product of {problem.dtype} in this order")
+    if not problem.sums:
+        return problem
+    mine = canonical.counts(problem.size)[rank]
+    if not problem.weights:
+        return problem
+    if problem.row[-1] % mine:
+        raise ShapeError(
+            f"order={order}: rank {rank} has {mine} of {canonical.leaves} leaves, equal parts of the contraction; "
+            f"{operation} has {problem.row[-1]} columns of x there, which {mine} does not divide"
+        )
+    return replace(problem, piece=problem.row[-1] // mine)
 
 
 @dataclass(frozen=True)
@@ -373,6 +452,7 @@ class OwnProblem:
     sums: ClassVar[bool] = False
     wire: ClassVar[str] = ""
     order: ClassVar[str] = ""
+    is_split: ClassVar[bool] = False
     replicated: ClassVar[str] = ""
     root: ClassVar[int] = 0
     op: ClassVar[str] = "sum"
@@ -384,7 +464,7 @@ class OwnProblem:
     def is_empty(self, symbol: Symbol) -> bool:
         return False
 
-    def cut(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def cut(self, tensors: Mapping[str, Any], rank: int = 0) -> dict[str, Any]:
         return dict(tensors)
 
     def result_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:

@@ -11,7 +11,8 @@ from typing import Any
 from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import Partial, Shard, Sizes, Spec, as_integer, split
 from fompi.plans.meaning import MEANING, layouts
-from fompi.plans.problems import Form, Problem, in_order, on_wire, problem
+from fompi.plans.problems import Form, Problem, in_order, on_wire, order_of, problem
+from fompi.plans.tree import Canonical
 
 MOST_RANKS = 1 << 16
 """The most ranks of a plan: a greater number is most likely a mistake."""
@@ -29,7 +30,7 @@ def from_specs(
     experts: int | None = None,
     counts: Any = None,
     wire: str | None = None,
-    order: str = "any",
+    order: Any = "any",
 ) -> tuple[Callable[[int], Problem], Sizes]:
     """A function that returns the Problem of a rank, and the Sizes, for these global tensors.
 
@@ -72,6 +73,9 @@ def from_specs(
     has_operand = meaning.operand is not None
     flipped = has_operand and meaning.weight is not None
 
+    canonical = Canonical.of(order_of(order))
+    leaves = canonical.counts(ranks) if canonical and meaning.family == "scatter" and meaning.weight else ()
+
     def problem_of(x: Form, *others: Form) -> Problem:
         weights, operands = (others[:-1], others[-1:]) if has_operand else (others, ())
         biases = [Form(w.shape[1:], w.dtype) for w in weights] if bias else ()
@@ -79,12 +83,13 @@ def from_specs(
         if experts is not None:
             options["experts"] = split(as_integer(experts, "experts"), ranks)
         made = problem(operation, ranks, x, weights, biases, operands, root=root, op=op, **options)
-        return in_order(made if wire is None else on_wire(made, wire), order)
+        return made if wire is None else on_wire(made, wire)
 
     @cache
     def at(rank: int) -> Problem:
-        pieces = specs if meaning.deals and len(specs) > 1 else [_local_form(spec, rank, ranks) for spec in specs]
-        return problem_of(*(Form(piece.shape, piece.dtype) for piece in pieces))
+        whole = meaning.deals and len(specs) > 1
+        pieces = specs if whole else [_local_form(spec, rank, ranks, leaves) for spec in specs]
+        return in_order(problem_of(*(Form(piece.shape, piece.dtype) for piece in pieces)), order, rank)
 
     problem_of(*(Form(spec.shape, spec.dtype) for spec in specs))  # pieces may fit by chance: check whole tensors
     first, x = at(0), specs[0]
@@ -104,9 +109,13 @@ def from_specs(
     return at, first.spread(rows)
 
 
-def _local_form(spec: Spec, rank: int, ranks: int) -> Form:
-    """The piece of a global tensor that one rank has."""
+def _local_form(spec: Spec, rank: int, ranks: int, leaves: Sequence[int] = ()) -> Form:
+    """The piece of a global tensor that one rank has. `leaves`: of an order, cut what is sharded into equal parts."""
     shape = list(spec.shape)
     if isinstance(spec.layout, Shard):
-        shape[spec.layout.dim] = split(shape[spec.layout.dim], ranks)[rank]
+        dim = spec.layout.dim
+        if leaves and shape[dim] % sum(leaves) == 0:
+            shape[dim] = shape[dim] // sum(leaves) * leaves[rank]
+        else:
+            shape[dim] = split(shape[dim], ranks)[rank]
     return Form(tuple(shape), spec.dtype)

@@ -20,11 +20,11 @@ Sources: TransformerEngine; PyTorch's async-TP; the attention of arXiv 2604.2401
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from fompi.plans.plan import Chunk, Compute, Op, Recv, Send, Workspace
 from fompi.plans.problems import Problem
-from fompi.schedules.work import Dealt, Gather, InOrder, Scatter, skewed
+from fompi.schedules.work import Dealt, Gather, InOrder, Scatter, skewed, terms_of
 
 
 def direct(problem: Problem, work: Workspace) -> Iterator[Op]:
@@ -50,16 +50,17 @@ def _write(problem: Problem, work: Workspace, whole: bool = False, by_slices: bo
     elif problem.moves == "broadcast":
         yield from _broadcast(Gather(problem, work))
     elif problem.multiplies_first or problem.moves in ("reduce_scatter", "all_reduce"):
-        scatter = Scatter(problem, work, early=whole, by_slices=by_slices)
-        yield from scatter.begin()
+        scatter, *more = terms = terms_of(problem, work, early=whole, by_slices=by_slices)
+        for term in terms:
+            yield from term.begin()
         if problem.moves == "all_to_all":
             yield from _all_to_all(scatter)
         elif problem.size == 1:
             yield from scatter.own_into(scatter.targets)
         elif problem.moves == "all_reduce":
-            yield from skewed(_all_reduce(scatter, part) for part in range(scatter.parts))
+            yield from skewed(_all_reduce(scatter, more, part) for part in range(scatter.parts))
         else:
-            yield from _reduce_scatter(scatter)
+            yield from _reduce_scatter(scatter, more)
     else:
         gather = Gather(problem, work, late=whole)
         yield from gather.begin()
@@ -190,16 +191,20 @@ class _Sums:
         """The term from rank + d."""
         return self.inbox[(d - 1) * self.local.parts + part]
 
+    def all_from(self, d: int, part: int) -> list[Chunk]:
+        """The terms from rank + d."""
+        return [self.arrived(d, part)]
+
     def add(self, part: int) -> Iterator[Op]:
         """Sum the terms of all other ranks."""
         for d in range(2, self.local.size):
             before = self.arrived(1, part) if d == 2 else self._sum(part)
             yield self.local.combine(before, self.arrived(d, part), self._sum(part))
 
-    def finish(self, part: int, own: Chunk) -> Iterator[Op]:
+    def finish(self, part: int, own: Sequence[Chunk]) -> Iterator[Op]:
         """Add this rank's own term and write the result."""
         before = self.arrived(1, part) if self.local.size == 2 else self._sum(part)
-        yield self.local.combine(before, own, self.local.target(part), is_last=True)
+        yield self.local.combine(before, own[0], self.local.target(part), is_last=True)
 
     def _sum(self, part: int) -> Chunk:
         return (
@@ -208,25 +213,34 @@ class _Sums:
 
 
 class _SumsInOrder(_Sums):
-    """The same, in the order of a tree over the ranks."""
+    """The same, in the order of a tree over the ranks, or over the subtrees that they have."""
 
     def __init__(self, local: Scatter):
         super().__init__(local)
         self.trees: dict[int, InOrder] = {}
 
-    def add(self, part: int) -> Iterator[Op]:
+    def all_from(self, d: int, part: int) -> list[Chunk]:
         local = self.local
-        distances = [(r - local.rank) % local.size for r in range(local.size)]
-        terms = [self.arrived(d, part) if d else None for d in distances]
+        first, *more = local.problem.terms[(local.rank + d) % local.size]
+        row, at = local.problem.sent_row, (d - 1) * local.parts + part
+        others = [local.work.scratch(f"inbox{j}", "copies", row, local.wire)[at] for j in range(1, 1 + len(more))]
+        return [self.arrived(d, part), *others]
+
+    def add(self, part: int) -> Iterator[Op]:
+        local, terms = self.local, list[Chunk | None]()
+        for r, mine in enumerate(local.problem.terms):
+            d = (r - local.rank) % local.size
+            terms += self.all_from(d, part) if d else [None] * len(mine)
         row, dtype, at = local.problem.sent_row, local.problem.accumulator, local.rank * local.parts + part
 
         def spare(k: int) -> Chunk:
             return local.work.scratch(f"sums{k}", "own", row, dtype)[at]
 
-        self.trees[part] = InOrder(local, terms, local.wire == dtype, spare)
+        sizes = [n for mine in local.problem.terms for n in mine]
+        self.trees[part] = InOrder(local, terms, local.wire == dtype, spare, sizes)
         yield from self.trees[part].add()
 
-    def finish(self, part: int, own: Chunk) -> Iterator[Op]:
+    def finish(self, part: int, own: Sequence[Chunk]) -> Iterator[Op]:
         yield from self.trees[part].finish(own, self.local.target(part))
 
 
@@ -234,33 +248,40 @@ def _sums(local: Scatter) -> _Sums:
     return _SumsInOrder(local) if local.problem.order else _Sums(local)
 
 
-def _reduce_scatter(local: Scatter) -> Iterator[Op]:
+def _reduce_scatter(local: Scatter, more: Sequence[Scatter]) -> Iterator[Op]:
     """The terms of other ranks are summed while this rank computes its own. Then one add remains, and no message.
 
-    In the order of a tree there remain as many as the tree is high.
+    In the order of a tree there remain as many as the tree is high. `more`: the rank has more than one term.
     """
     rank, size, parts, sums = local.rank, local.size, range(local.parts), _sums(local)
     for d, part in local.order(range(1, size)):
-        yield Recv((rank + d) % size, sums.arrived(d, part))
+        for arriving in sums.all_from(d, part):
+            yield Recv((rank + d) % size, arriving)
     for owner, part in local.order(local.work.dests(-1)):
-        term = yield from local.term(owner, part, local.wire)
-        yield Send(owner, term)
+        for mine in (local, *more):
+            term = yield from mine.term(owner, part, local.wire)
+            yield Send(owner, term)
     for part in parts:
         yield from sums.add(part)
-    own = yield from local.own_terms(local.wire)
+    own = []
+    for mine in (local, *more):
+        own.append((yield from mine.own_terms(local.wire)))
     for part in parts:
-        yield from sums.finish(part, own[part])
+        yield from sums.finish(part, [terms[part] for terms in own])
 
 
-def _all_reduce(local: Scatter, part: int) -> Iterator[Op | None]:
+def _all_reduce(local: Scatter, more: Sequence[Scatter], part: int) -> Iterator[Op | None]:
     """One slice: the owners sum its rows. Then it is gathered while the next slices are computed and summed."""
-    rank, size, y, sums = local.rank, local.size, local.work["y"], _sums(local)
+    rank, size, y, sums, own = local.rank, local.size, local.work["y"], _sums(local), list[Chunk]()
     for d in range(1, size):
-        yield Recv((rank + d) % size, sums.arrived(d, part))
+        for arriving in sums.all_from(d, part):
+            yield Recv((rank + d) % size, arriving)
     for owner in local.work.dests(-1):
-        term = yield from local.term(owner, part, local.wire)
-        yield Send(owner, term)
-    own = yield from local.term(rank, part, local.wire)
+        for mine in (local, *more):
+            term = yield from mine.term(owner, part, local.wire)
+            yield Send(owner, term)
+    for mine in (local, *more):
+        own.append((yield from mine.term(rank, part, local.wire)))
     yield None
     yield from sums.add(part)
     yield from sums.finish(part, own)
@@ -301,29 +322,40 @@ def _broadcast(local: Gather) -> Iterator[Op]:
 
 def exchange(problem: Problem, work: Workspace) -> Iterator[Op]:
     """All-reduce in one step. Each rank sends its whole term to all others and sums all terms in the order of ranks."""
-    local = Scatter(problem, work, early=True)
-    yield from local.begin()
+    local, *more = terms_of(problem, work, early=True)
     rank, size, y, dtype = work.rank, work.size, work["y"], local.wire
-    own = local.partial(dtype)[:] if local.computed else local.x[:]
-    inboxes = {(rank - d) % size: work.scratch(f"inbox{d}", y.axis, problem.sent_row, dtype)[:] for d in range(1, size)}
-    for source, inbox in inboxes.items():
-        yield Recv(source, inbox)
-    for d in range(1, size):
-        yield Send((rank + d) % size, own)
+    own = []
+    for mine in (local, *more):
+        yield from mine.begin()
+        own.append(mine.partial(dtype)[:] if mine.computed else mine.x[:])
     if size == 1:
-        yield Compute("copy", (own,), (y[:],))
+        yield Compute("copy", (own[0],), (y[:],))
         return
+
+    def inbox(d: int, number: int) -> Chunk:
+        return work.scratch(f"inbox{d}_{number}" if number else f"inbox{d}", y.axis, problem.sent_row, dtype)[:]
+
+    inboxes = {}
+    for d in range(1, size):
+        source = (rank - d) % size
+        inboxes[source] = [inbox(d, number) for number in range(len(problem.terms[source]))]
+        for chunk in inboxes[source]:
+            yield Recv(source, chunk)
+    for d in range(1, size):
+        for term in own:
+            yield Send((rank + d) % size, term)
     if problem.order:
         tree = InOrder(
             local,
-            [inboxes.get(r) for r in range(size)],
+            [chunk for r in range(size) for chunk in inboxes.get(r, [None] * len(own))],
             dtype == problem.accumulator,
             lambda k: work.scratch(f"sums{k}", y.axis, problem.sent_row, problem.accumulator)[:],
+            [n for mine in problem.terms for n in mine],
         )
         yield from tree.add()
         yield from tree.finish(own, y[:])
         return
-    terms = [inboxes.get(r, own) for r in range(size)]
+    terms = [inboxes.get(r, own)[0] for r in range(size)]
     sums = y if problem.dtype == problem.accumulator else work.scratch("sums", y.axis, y.row, problem.accumulator)
     before = terms[0]
     for r in range(1, size):

@@ -129,7 +129,7 @@ class _GroupSums:
             yield Recv(groups.mate(-e), buffer[block])
         tree = InOrder(local, terms, wide=True)
         yield from tree.add()
-        yield from tree.finish(own, self.inbox[block], is_last=False)
+        yield from tree.finish([own], self.inbox[block], is_last=False)
         return self.inbox[block]
 
     def from_group(self, d: int, part: int) -> Chunk:
@@ -149,7 +149,7 @@ class _GroupSums:
             distances = [(mine - group) % count for group in range(count)]
             tree = InOrder(self.local, [self.from_group(d, part) if d else None for d in distances], wide=True)
             yield from tree.add()
-            yield from tree.finish(own, self.local.target(part))
+            yield from tree.finish([own], self.local.target(part))
             return
         yield from self.add_groups(groups, part)
         yield self.local.combine(self.from_group(1, part), own, self.local.target(part), is_last=True)

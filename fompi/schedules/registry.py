@@ -201,7 +201,11 @@ def keeps_order(problem: Problem, schedule: str) -> bool:
     """True if the problem asks for no order, or the schedule has it. Those of users may have it: they are verified."""
     if not problem.order or schedule in REGISTERED:
         return True
+    if not problem.sums:
+        return True
     ranks = group_size(schedule) if group_size(schedule) > 1 else problem.size if schedule == "doubling" else 1
+    if ranks > 1 and {*problem.terms} != {problem.terms[0][:1]}:  # ranks have other parts of the tree
+        return False
     return (schedule in IN_ORDER or ranks == group_size(schedule) > 1) and ranks & (ranks - 1) == 0
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import groupby
 
-from fompi.base.layout import accumulator
+from fompi.base.layout import accumulator, offsets
 from fompi.plans.kernels import REDUCTIONS, last_kernel
 from fompi.plans.plan import Buffer, Chunk, Compute, Op, Workspace
 from fompi.plans.problems import Problem
-from fompi.plans.tree import first_half
+from fompi.plans.tree import middle_of
 
 
 def merged(*columns: Iterable[Chunk]) -> list[tuple[Chunk, ...]]:
@@ -58,15 +58,18 @@ class _LocalWork:
 
     `parts` is the number of messages to each rank. Where rows go to experts, a message has several blocks: with s
     slices and e experts a pair has s e blocks, and each of its s messages has e of them. So few messages carry many
-    runs.
+    runs. `number` is that of one of several terms that the rank has of a sum.
     """
 
-    def __init__(self, problem: Problem, work: Workspace):
-        self.problem, self.work = problem, work
+    def __init__(self, problem: Problem, work: Workspace, number: int = 0):
+        self.problem, self.work, self.number = problem, work, number
         self.rank, self.size, self.parts = work.rank, work.size, work.parts // problem.runs
-        self.x = work["x"]
+        self.leaves = problem.terms[self.rank][number] if problem.sums else 1
+        self.x = work[f"x{number}" if problem.is_split else "x"]
         names = [problem.name("w", i) for i in range(len(problem.weights))]
-        if names and problem.columns:
+        if names and problem.is_split:
+            names = [f"w{number}"]
+        elif names and problem.columns:
             names = [f"w{rank}" for rank in range(work.size)]
         self.weights = [work[name] for name in names]
 
@@ -94,12 +97,12 @@ class _LocalWork:
         """y = x @ w of the i-th weight, plus its bias if `bias`."""
         if bias:
             operands = (self.weights[i][:], self.work[self.problem.name("bias", i)][:])
-            yield Compute("matmul_bias", (*x, *operands), tuple(y))
+            yield Compute(self.problem.kernel("matmul_bias", self.leaves), (*x, *operands), tuple(y))
         elif self.problem.experts:
             for experts, (rows, products) in self.by_expert(x, y):
                 yield Compute("matmul_grouped", (*rows, self.weights[i][experts]), products)
         else:
-            yield Compute("matmul", (*x, self.weights[i][:]), tuple(y))
+            yield Compute(self.problem.kernel("matmul", self.leaves), (*x, self.weights[i][:]), tuple(y))
 
     def by_expert(self, *columns: Iterable[Chunk]) -> Iterator[tuple[slice, list[tuple[Chunk, ...]]]]:
         """The chunks of each column cut at the ends of runs: for each peer its experts, and a chunk for each of them.
@@ -144,7 +147,8 @@ class Dealt(_LocalWork):
 class Gather(_LocalWork):
     """Blocks of x are sent unchanged. The rank's own block and each block that arrives are kept, multiplied, or both.
 
-    `late`: wait for all blocks and use them in one call of each kernel, instead of block by block.
+    `late`: wait for all blocks and use them in one call of each kernel, instead of block by block. Gradients do so if
+    their sum has an order.
     """
 
     def __init__(self, problem: Problem, work: Workspace, late: bool = False):
@@ -156,6 +160,7 @@ class Gather(_LocalWork):
         else:
             self.full = work.scratch("full", axis, problem.row, problem.dtype)
         self.late = late and bool(problem.weights or problem.gradients)
+        self.in_order = bool(problem.gradients and problem.order)
         self.sums: list[Buffer] = []
         self.started: set[tuple[int, int]] = set()  # gradient and expert: the sums that have a first term
 
@@ -183,7 +188,7 @@ class Gather(_LocalWork):
 
     def use_own(self) -> Iterator[Op]:
         """Use the rank's own blocks in one call: they wait for no message."""
-        if self.keeps or self.late:
+        if self.keeps or self.late or self.in_order:
             yield from self.copy_own()
         own, place = self._own()
         yield from self._use([own], [place])
@@ -202,6 +207,8 @@ class Gather(_LocalWork):
         if self.late:
             self.late = False
             yield from self._use([self.full[:]], [self.full[:]])
+        if self.in_order:
+            yield from self._gradients([self.full[:]], [self.full[:]])
         for i, wide in enumerate(self.sums):
             if wide.name != self.problem.name("g", i):
                 yield Compute("copy", (wide[:],), (self.work[self.problem.name("g", i)][:],))
@@ -214,6 +221,10 @@ class Gather(_LocalWork):
         for i, weight in enumerate(self.problem.weights):
             y = [place._replace(buffer=self.problem.name("y", i)) for place in places]
             yield from self.multiply(i, rows, y, weight.bias)
+        if not self.in_order:
+            yield from self._gradients(rows, places)
+
+    def _gradients(self, rows: Iterable[Chunk], places: Iterable[Chunk]) -> Iterator[Op]:
         for i, gradient in enumerate(self.problem.gradients):
             h = [place._replace(buffer=self.problem.name("h", i)) for place in places]
             operands = (h, rows) if gradient.flipped else (rows, h)
@@ -221,7 +232,9 @@ class Gather(_LocalWork):
                 for experts, chunks in self.by_expert(*operands):
                     yield from self._add_grouped(i, experts, chunks)
             else:
-                yield self._add("gradient", i, range(1), [chunk for group in operands for chunk in group])
+                yield self._add(
+                    self.problem.kernel("gradient"), i, range(1), [chunk for group in operands for chunk in group]
+                )
 
     def _add_grouped(self, i: int, experts: slice, chunks: list[tuple[Chunk, ...]]) -> Iterator[Op]:
         """The terms of the i-th gradient for these experts. Some of them may have a first term already."""
@@ -257,8 +270,10 @@ class Scatter(_LocalWork):
     part of every shard in a call.
     """
 
-    def __init__(self, problem: Problem, work: Workspace, early: bool = False, by_slices: bool = False):
-        super().__init__(problem, work)
+    def __init__(
+        self, problem: Problem, work: Workspace, early: bool = False, by_slices: bool = False, number: int = 0
+    ):
+        super().__init__(problem, work, number)
         self.part_major = problem.moves == "all_reduce"  # each part is a run of rows, with a block of every rank
         self.early = early and problem.multiplies_first
         self.by_slices = (by_slices or (self.part_major and self.parts > 1)) and problem.multiplies_first
@@ -282,7 +297,7 @@ class Scatter(_LocalWork):
 
     def partial(self, dtype: str) -> Buffer:
         """The buffer of the computed terms."""
-        return self.work.scratch("partial", self.x.axis, self.problem.sent_row, dtype)
+        return self.work.scratch(f"partial{self.number or ''}", self.x.axis, self.problem.sent_row, dtype)
 
     def begin(self) -> Iterator[Op]:
         """As in `_LocalWork`. With `early`, compute all terms too."""
@@ -297,14 +312,14 @@ class Scatter(_LocalWork):
     def has_bias(self, block: int) -> bool:
         """True if the product of this block includes the bias.
 
-        An all-to-all adds the bias to every block. In a sum only the owner of the block adds it, or rank 0 if the sum
-        has an order.
+        An all-to-all adds the bias to every block. In a sum only the owner of the block adds it, or rank 0 to its
+        first term if the sum has an order.
         """
         if not self.problem.weights or not self.problem.weights[0].bias:
             return False
         owner = block % self.size if self.part_major else block // self.parts
-        if self.problem.order:
-            owner = 0
+        if self.problem.order and self.problem.sums:
+            return self.rank == self.number == 0
         return self.problem.moves == "all_to_all" or owner == self.rank
 
     def products(self, x: list[Chunk], y: list[Chunk]) -> Iterator[Op]:
@@ -389,18 +404,30 @@ class Scatter(_LocalWork):
         return self.work["y"][first : first + self.parts * experts]
 
 
+def terms_of(problem: Problem, work: Workspace, early: bool = False, by_slices: bool = False) -> list[Scatter]:
+    """The terms that this rank has of each block: one, or several subtrees of a sum with an order of leaves."""
+    count = len(problem.terms[work.rank]) if problem.sums else 1
+    return [Scatter(problem, work, early, by_slices, number) for number in range(count)]
+
+
 class InOrder:
     """The additions of the tree of one block (`fompi.plans.tree`), on chunks.
 
-    `terms` are those of the ranks, or of groups of them, in their order. That of this rank is missing (None) until
-    `finish` gets it. A sum replaces one of its terms if these are `wide`, as wide as the sum. Else it lies in
-    `spare(k)`, where k counts from 0.
+    `terms` are those of the ranks, or of groups of them, in their order. `sizes` are how many leaves they have. Those of
+    this rank are missing (None) until `finish` gets them. A sum replaces one of its terms if these are `wide`, as wide
+    as the sum. Else it lies in `spare(k)`, where k counts from 0.
     """
 
     def __init__(
-        self, local: Scatter, terms: Sequence[Chunk | None], wide: bool, spare: Callable[[int], Chunk] | None = None
+        self,
+        local: Scatter,
+        terms: Sequence[Chunk | None],
+        wide: bool,
+        spare: Callable[[int], Chunk] | None = None,
+        sizes: Sequence[int] = (),
     ):
         self.local, self.terms, self.spare, self.made = local, [*terms], spare, 0
+        self.ends = offsets(sizes or [1] * len(terms))
         self.done: dict[tuple[int, int], Chunk] = {}
         self.free: list[Chunk] = []  # chunks whose sum has been added to another one
         self.scratch = {term for term in terms if term is not None} if wide else set[Chunk]()
@@ -409,16 +436,17 @@ class InOrder:
         """What needs no term of this rank."""
         yield from self._others(0, len(self.terms))
 
-    def finish(self, own: Chunk, target: Chunk, is_last: bool = True) -> Iterator[Op]:
-        """The rest. `is_last`: this is the whole reduction."""
-        self.terms = [own if term is None else term for term in self.terms]
+    def finish(self, own: Sequence[Chunk], target: Chunk, is_last: bool = True) -> Iterator[Op]:
+        """The rest. `own`: the terms of this rank. `is_last`: this is the whole reduction."""
+        mine = iter(own)
+        self.terms = [next(mine) if term is None else term for term in self.terms]
         yield from self._node(0, len(self.terms), target, is_last)
 
     def _others(self, low: int, high: int) -> Iterator[Op]:
         if None not in self.terms[low:high]:
             yield from self._node(low, high)
         elif high - low > 1:
-            middle = low + first_half(high - low)
+            middle = middle_of(self.ends, low, high)
             yield from self._others(low, middle)
             yield from self._others(middle, high)
 
@@ -426,7 +454,7 @@ class InOrder:
         """Add the terms from `low` to `high`."""
         if (low, high) in self.done or high - low == 1:
             return
-        middle = low + first_half(high - low)
+        middle = middle_of(self.ends, low, high)
         yield from self._node(low, middle)
         yield from self._node(middle, high)
         a, b = self._at(low, middle), self._at(middle, high)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from random import Random
 
 import catalogue
@@ -11,17 +12,18 @@ import numpy as np
 import pytest
 
 import fompi
+from fompi.backends import chains
 from fompi.backends.half import narrow, widen
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import PlanError
-from fompi.base.layout import Sizes
+from fompi.base.layout import Sizes, offsets, split
 from fompi.model.machine import Machine
 from fompi.model.twin import twin
 from fompi.planner.choose import choose_schedule
 from fompi.planner.explain import explain
 from fompi.plans.plan import Compute, Program, Programs, Recv
 from fompi.plans.problems import in_order
-from fompi.plans.tree import folded
+from fompi.plans.tree import Canonical, folded
 from fompi.plans.verify import verify
 from fompi.schedules import registry
 
@@ -94,6 +96,79 @@ def test_without_an_order_schedules_differ():
     assert len(found) > 1
 
 
+# ------------------------------------------------------------------------------------- leaves, and not ranks
+
+CANONICAL = ("all_reduce", "reduce_scatter", "matmul_all_reduce", "matmul_reduce_scatter")
+
+
+def canonical(name, size, leaves, rank=0, dtype="float32", piece=3):
+    """The problem of a rank, whose columns of x are its leaves."""
+    own = Canonical(leaves).counts(size)[rank]
+    made = catalogue.problems(size, dtype)[name]
+    made = replace(made, op="sum", row=(piece * own,) if made.weights else made.row)
+    return in_order(made, f"canonical({leaves})", rank)
+
+
+def test_runs_of_leaves_are_subtrees():
+    for leaves in range(1, 20):
+        for size in range(1, leaves + 1):
+            order = Canonical(leaves)
+            terms, ends = order.subtrees(size), offsets(order.counts(size))
+            assert [sum(mine) for mine in terms] == [*order.counts(size)]
+            nodes = [n for mine in terms for n in mine]
+            runs = [list(range(a, b)) for a, b in pairwise(offsets(nodes))]
+            inner = [folded([str(i) for i in run], lambda a, b: f"({a}+{b})") for run in runs]
+            assert {*ends} <= {*offsets(nodes)}
+            whole = folded([str(i) for i in range(leaves)], lambda a, b: f"({a}+{b})")
+            assert folded(inner, lambda a, b: f"({a}+{b})", nodes) == whole
+            if leaves % size == 0 and (leaves // size) & (leaves // size - 1) == 0:
+                assert all(len(mine) == 1 for mine in terms)  # no byte more
+
+
+@pytest.mark.parametrize(("size", "leaves"), [(1, 8), (2, 8), (3, 8), (4, 8), (5, 8), (7, 9), (8, 8), (6, 6), (4, 11)])
+@pytest.mark.parametrize("name", CANONICAL)
+def test_every_schedule_has_the_bits_of_the_leaves(name, size, leaves):
+    """The reference knows neither ranks nor schedules."""
+    order, rows, n = Canonical(leaves), 13, 4
+    random = np.random.default_rng(leaves)
+    pieces = [random.standard_normal((rows, 3)).astype("f4") for _ in range(leaves)]
+    weights = [random.standard_normal((3, n)).astype("f4") for _ in range(leaves)]
+    bias = random.standard_normal(n).astype("f4")
+    first = catalogue.problems(size, "float32")[name]
+    multiplies = bool(first.weights)
+    if multiplies:
+        n = first.weights[0].columns
+        weights, bias = [np.resize(w, (3, n)) for w in weights], np.resize(bias, n)
+    terms = [chains.product_of(x, w) for x, w in zip(pieces, weights, strict=True)] if multiplies else pieces
+    if multiplies and first.weights[0].bias:
+        terms[0] = np.empty_like(terms[0])
+        chains.product(pieces[0], weights[0], terms[0], bias=bias)
+    whole, ends = folded(terms, np.add), offsets(order.counts(size))
+    for schedule in registry.available(canonical(name, size, leaves)):
+        problems = [canonical(name, size, leaves, r) for r in range(size)]
+        flat = problems[0].flat
+        problems = [p if p.weights or flat else replace(p, row=(3,)) for p in problems]
+        sizes = problems[0].spread(split(rows * 3 if flat else rows, size))
+        plan = registry.write(problems[0], schedule, (1, 2)[len(schedule) % 2], sizes, at=problems.__getitem__)
+        verify(plan)
+        given = []
+        for r, mine in enumerate(order.subtrees(size)):
+            own, data = range(ends[r], ends[r + 1]), {}
+            for j, run in enumerate(own[a:b] for a, b in pairwise(offsets(mine))):
+                number = j if plan.problem.is_split else ""
+                if multiplies:
+                    data |= {f"x{number}": np.concatenate([pieces[i] for i in run], 1)}
+                    data |= {f"w{number}": np.concatenate([weights[i] for i in run])}
+                else:
+                    data[f"x{number}"] = folded([pieces[i] for i in run], np.add).reshape((-1,) if flat else (rows, 3))
+            given.append(data | ({"bias": bias} if multiplies and first.weights[0].bias else {}))
+        rows_of = offsets(sizes.rows)
+        for rank, got in enumerate(twin(plan, given, Numpy(), sizes=sizes, seed=size)):
+            here = slice(*rows_of[rank : rank + 2]) if first.moves == "reduce_scatter" else slice(None)
+            (y,) = got.values()
+            assert y.tobytes() == np.ascontiguousarray(whole[here]).tobytes(), schedule
+
+
 # ------------------------------------------------------------------------------------------------ spoiled plans
 
 
@@ -104,6 +179,12 @@ def plans():
         for size in (3, 4, 5, 8)
         for name in SUMS
         for schedule in schedules(name, size)
+        for slices in (1, 2)
+    ] + [
+        registry.write(canonical(name, size, leaves), schedule, slices)
+        for size, leaves in ((3, 8), (4, 8), (5, 9))
+        for name in CANONICAL
+        for schedule in registry.available(canonical(name, size, leaves))
         for slices in (1, 2)
     ]
 
@@ -159,7 +240,7 @@ def test_no_spoiled_plan_is_accepted():
         )
         with pytest.raises(PlanError) as error:
             verify(changed)
-        words.add(" but the order 'ranks' is (" in str(error.value))
+        words |= {order for order in ("ranks", "canonical(8)") if f" but the order {order!r} is (" in str(error.value)}
         spoiled += 1
         if spoiled % 10 == 0:
             try:
@@ -167,7 +248,7 @@ def test_no_spoiled_plan_is_accepted():
                 without += 1
             except PlanError:
                 pass
-    assert True in words and without > 30
+    assert words == {"ranks", "canonical(8)"} and without > 30
 
 
 # ---------------------------------------------------------------------------------------------- choice and words
@@ -201,5 +282,7 @@ def test_words():
     assert "order ranks" in str(made.problem) and made.problem.order == "ranks"
     gathered = fompi.plan("all_gather", fompi.Spec((8, 3), "float32", fompi.Shard(0)), ranks=4, order="ranks")
     assert not gathered.problem.order  # it sums nothing
-    with pytest.raises(PlanError, match="sums over rows, piece by piece, which has no order yet"):
-        in_order(catalogue.problems(4)["all_gather_weight_gradient"], "ranks")
+    with pytest.raises(PlanError, match="has no such order yet"):
+        fompi.plan(
+            "all_to_all_grouped_matmul", *catalogue.specs_of("all_to_all_grouped_matmul"), ranks=2, order="canonical(4)"
+        )
