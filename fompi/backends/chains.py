@@ -2,9 +2,10 @@
 
     s = bias[j]; for p in range(k): s = fma(x[i, p], w[p, j], s); y[i, j] = s
 
-Each element is one chain of fused multiply-adds, whatever the other rows and columns of the call, the tiles, the threads
-and the processor (`native/chain.h`). With several leaves k is cut into as many equal parts, each a chain of its own. They
-are added in the tree of `fompi.plans.tree`; the first begins with the bias. The elements are float32 or float64.
+Each element is one chain of fused multiply-adds, whatever the other rows and columns of the call, the tiles, the
+threads and the processor (`native/chain.h`). With several leaves k is cut into as many equal parts, each a chain of its
+own. They are added in the tree of `fompi.plans.tree`; the first begins with the bias. The elements are float32 or
+float64.
 
 Without a C compiler NumPy computes the same bits, slowly.
 """

@@ -235,7 +235,7 @@ def localise(
 def _leaves(
     operation: str, arguments: Arguments, rank: int, size: int, order: str, borrow: Callable[..., Tensor]
 ) -> list[Tensor]:
-    """The leaves of a sum that this rank has, with rows in their first dimension and contiguous. Empty: x is a tensor."""
+    """The leaves of a sum that this rank has. Empty: x is a tensor, or there are no leaves."""
     canonical, x = Canonical.of(order), arguments.x
     if canonical is None or operation not in SUMS:
         return []

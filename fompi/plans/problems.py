@@ -113,7 +113,7 @@ class Problem:
 
     @cached_property
     def terms(self) -> tuple[tuple[int, ...], ...]:
-        """What the ranks have of a sum: the leaves of each of the subtrees of each rank. Without leaves one term each."""
+        """What each rank has of a sum: how many leaves each of its subtrees has. Without leaves it has one term."""
         return ((1,),) * self.size if self.canonical is None else self.canonical.subtrees(self.size)
 
     @cached_property

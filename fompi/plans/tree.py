@@ -31,7 +31,7 @@ def first_half(leaves: int) -> int:
 
 
 def middle_of(ends: Sequence[int], low: int, high: int) -> int:
-    """Where the node of the terms from `low` to `high` is divided. Term i has the leaves from ends[i] to ends[i + 1]."""
+    """Where the node of the terms from `low` to `high` is divided. Term i has the leaves ends[i] to ends[i + 1]."""
     return bisect_left(ends, ends[low] + first_half(ends[high] - ends[low]), low, high)
 
 
@@ -104,6 +104,6 @@ class Canonical:
 
 
 def reduced_in_order(op: str, values: Sequence[Value], sizes: Sequence[int] = ()) -> Value:
-    """The reduction of all `values` by `op` (`kernels.REDUCTIONS`), in the order of the tree. `sizes`: as in `folded`."""
+    """The reduction of all `values` by `op` (`kernels.REDUCTIONS`), in the order of the tree (`folded`)."""
     whole = folded(values, lambda a, b: in_order(op, a, b), sizes)
     return mean_of(len(values), whole) if op == "mean" and len(values) > 1 else whole

@@ -221,7 +221,7 @@ class _SumsInOrder(_Sums):
 
     def all_from(self, d: int, part: int) -> list[Chunk]:
         local = self.local
-        first, *more = local.problem.terms[(local.rank + d) % local.size]
+        more = local.problem.terms[(local.rank + d) % local.size][1:]
         row, at = local.problem.sent_row, (d - 1) * local.parts + part
         others = [local.work.scratch(f"inbox{j}", "copies", row, local.wire)[at] for j in range(1, 1 + len(more))]
         return [self.arrived(d, part), *others]

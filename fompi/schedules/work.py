@@ -413,9 +413,9 @@ def terms_of(problem: Problem, work: Workspace, early: bool = False, by_slices: 
 class InOrder:
     """The additions of the tree of one block (`fompi.plans.tree`), on chunks.
 
-    `terms` are those of the ranks, or of groups of them, in their order. `sizes` are how many leaves they have. Those of
-    this rank are missing (None) until `finish` gets them. A sum replaces one of its terms if these are `wide`, as wide
-    as the sum. Else it lies in `spare(k)`, where k counts from 0.
+    `terms` are those of the ranks, or of groups of them, in their order. `sizes` are how many leaves they have. Those
+    of this rank are missing (None) until `finish` gets them. A sum replaces one of its terms if these are `wide`, as
+    wide as the sum. Else it lies in `spare(k)`, where k counts from 0.
     """
 
     def __init__(
