@@ -57,11 +57,11 @@ def product(x: Array, w: Array, y: Array, leaves: int = 1, bias: Array | None = 
         other.result()
 
 
-def product_of(x: Array, w: Array, leaves: int = 1) -> Array:
-    """x @ w as a new array. x may have several dimensions of rows."""
+def product_of(x: Array, w: Array, leaves: int = 1, bias: Array | None = None) -> Array:
+    """x @ w (+ bias) as a new array. x may have several dimensions of rows."""
     rows = x.reshape(-1, x.shape[-1])
     y = np.empty((len(rows), w.shape[1]), x.dtype)
-    product(rows, w, y, leaves)
+    product(rows, w, y, leaves, bias)
     return y.reshape(*x.shape[:-1], w.shape[1])
 
 

@@ -235,7 +235,7 @@ def localise(
 def _leaves(
     operation: str, arguments: Arguments, rank: int, size: int, order: str, borrow: Callable[..., Tensor]
 ) -> list[Tensor]:
-    """The leaves of a sum that this rank has. Empty: x is a tensor, or there are no leaves."""
+    """The leaves of a sum that this rank has, or the sums of its subtrees. Empty: x is a tensor, or has no leaves."""
     canonical, x = Canonical.of(order), arguments.x
     if canonical is None or operation not in SUMS:
         return []
@@ -246,10 +246,8 @@ def _leaves(
             raise ShapeError(f"{operation}: order={order}: {why}")
         return []
     leaves = [borrow(leaf, f"x[{i}]") for i, leaf in enumerate(x)]
-    if len(leaves) != count:
-        raise ShapeError(
-            f"{operation}: order={order}: rank {rank} has {count} leaves of {size} ranks, not {len(leaves)}"
-        )
+    if len(leaves) not in (count, len(terms)):
+        raise ShapeError(f"{operation}: order={order}: rank {rank} of {size} has {count} leaves, not {len(leaves)}")
     for i, leaf in enumerate(leaves):
         if leaf.array.shape != leaves[0].array.shape or leaf.dtype != leaves[0].dtype:
             raise ShapeError(
@@ -263,8 +261,9 @@ def _leaves(
 
 def _terms(problem: Problem, x: Tensor, leaves: Sequence[Tensor], dim: int, rank: int) -> dict[str, Array]:
     """The inputs of a sum whose terms are subtrees, added from these leaves."""
-    combine, arrays = COMBINES[REDUCTIONS[problem.op]], {}
-    sizes, ends = problem.terms[rank], offsets(problem.terms[rank])
+    combine, arrays, terms = COMBINES[REDUCTIONS[problem.op]], {}, problem.terms[rank]
+    sizes = (1,) * len(leaves) if len(leaves) == len(terms) else terms
+    ends = offsets(sizes)
     for j, n in enumerate(sizes):
         mine = [dlpack.rows_first(leaf.array, dim).reshape(x.array.shape) for leaf in leaves[ends[j] : ends[j + 1]]]
         term = folded(mine, combine) if n > 1 else np.ascontiguousarray(mine[0])

@@ -22,8 +22,8 @@ The import of this file loads mpi4py. It does not start MPI.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache, cached_property
 from inspect import signature
 from threading import Lock
@@ -31,14 +31,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fompi.base.errors import LayoutError, ShapeError, StateError, TensorError
+from fompi.base.errors import LayoutError, PlanError, ShapeError, StateError, TensorError
 from fompi.engine.communicator import Communicator
 from fompi.mpi import environment
 from fompi.mpi.transport import gpu_awareness, load_mpi, start_mpi
 from fompi.ops import operations
+from fompi.ops.arguments import SUMS
 from fompi.ops.by_library import ALWAYS, INSIDE, LIMITS, SIZED, most_started, watch
 from fompi.ops.front import MOST_FRONTS, REFUSED, Door, known_call, place_of
 from fompi.ops.operation import Operation
+from fompi.plans.problems import order_of
 from fompi.tensors.capsules import code_on_host
 
 MPI: Any = load_mpi()
@@ -415,6 +417,8 @@ class Comm(MPI.Intracomm):
     collective waits for all its ranks, also one with I. `mpi.Comm(comm.Split(...))` is ready.
     """
 
+    order = "any"  # of the sums (`ordered`)
+
     def __new__(cls, comm: Any = None) -> Comm:
         start_mpi()
         made: Comm = super().__new__(cls, MPI.COMM_WORLD if comm is None else comm)
@@ -538,6 +542,22 @@ class Comm(MPI.Intracomm):
 
         return MpiCall(operations.all_to_all, x, {"counts": sends}, finish, sum(takes))
 
+    @contextmanager
+    def ordered(self, order: Any) -> Iterator[None]:
+        """In the `with` block, on all ranks, fompi adds all terms in this order: "ranks", or `fompi.Canonical(k)`.
+
+            with comm.ordered("ranks"):
+                comm.Allreduce(x, y)
+
+        Then Allreduce, Reduce, Reduce_scatter, Reduce_scatter_block and their forms with I have the same bits in every
+        MPI library. With leaves a buffer is the sum of those of its rank. PlanError for an op or a type of MPI alone.
+        """
+        before, self.order = self.order, order_of(order)
+        try:
+            yield
+        finally:
+            self.order = before
+
     # -- reductions: numbers. None: the op or the type is MPI's
     def _reduced(
         self, operation: Operation[Any], source: MpiBuffer, target: MpiBuffer | None, op: Any, **options: Any
@@ -564,7 +584,8 @@ class Comm(MPI.Intracomm):
             if target.memory is None:
                 target.unpack(room.view(np.uint8))
 
-        return MpiCall(operation, x, {"op": name, "out": out, **options}, finish)
+        how = {"op": name, "out": out, **options}
+        return MpiCall(operation, x, how if self.order == "any" else {**how, "order": self.order}, finish)
 
     def _allreduce(self, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> MpiCall | None:
         target = MpiBuffer(recvbuf)
@@ -600,6 +621,10 @@ class Comm(MPI.Intracomm):
         except Exception as error:  # the other ranks must not wait for this one
             operation.refuse(error, self.communicator)
             raise
+        if call is None and self.order != "any" and operation.name in SUMS:
+            error = PlanError(f"{operation.name}: order={self.order}: this op on this type is MPI's, and has no order")
+            operation.refuse(error, self.communicator)
+            raise error
         if call is None:
             return None
         comm = self.communicator
@@ -693,7 +718,7 @@ def _nbytes_of(name: str, comm: Comm, args: Sequence[Any], options: Mapping[str,
 
 def _form(name: str, operation: Operation[Any], immediate: bool) -> Callable[..., Any]:
     word, prepare = f"I{name.lower()}" if immediate else name, f"_{name.lower()}"
-    native = getattr(MPI.Intracomm, word)
+    native, is_sum = getattr(MPI.Intracomm, word), operation.name in SUMS
     (at, parts), enter, leave = SIZED.get(name, (MOST_ARGUMENTS, False)), INSIDE.append, INSIDE.pop
 
     def by_library(self: Comm, args: Any, options: Any) -> Any:
@@ -705,8 +730,20 @@ def _form(name: str, operation: Operation[Any], immediate: bool) -> Callable[...
         finally:
             leave()
 
+    def ended(comm: Communicator | None, begun: Any) -> Any:
+        """What the call returns: its Request, or nothing once it is finished."""
+        pending, finish = begun
+        if comm is not None:
+            return Request.of(comm, pending, finish)
+        if pending is not None:
+            pending.wait()
+            finish()
+        return None
+
     def call(self: Comm, *args: Any, **options: Any) -> Any:
         comm = self.communicator if immediate else None
+        if is_sum and self.order != "any":
+            return ended(comm, self._begin(operation, getattr(self, prepare), args, options))
         most = LIMITS.get(name, -1) if comm is None else most_started(name, comm.network)
         if (  # what most programs write, decided as by `_is_by_library`
             len(args) > at and type(args[at]) is np.ndarray and args[at].nbytes * (self.size if parts else 1) <= most
@@ -728,12 +765,7 @@ def _form(name: str, operation: Operation[Any], immediate: bool) -> Callable[...
                 self._is_library_s(key, args)
                 return by_library(self, args, options)
             pending, finish = begun
-        if comm is not None:
-            return Request.of(comm, pending, finish)
-        if pending is not None:
-            pending.wait()
-            finish()
-        return None
+        return ended(comm, (pending, finish))
 
     call.__name__, call.__doc__ = native.__name__, native.__doc__
     return call

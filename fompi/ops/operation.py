@@ -24,6 +24,7 @@ from fompi.ops.arguments import Arguments, localise
 from fompi.ops.front import REFUSED, front_of, known_call
 from fompi.ops.pending import Pending, Started, program_of
 from fompi.plans.meaning import VARIANTS
+from fompi.plans.tree import Canonical
 from fompi.schedules.registry import as_slices
 from fompi.tensors import dlpack
 
@@ -145,7 +146,8 @@ class Operation(Generic[P]):
         if options and not _OF_CALL.isdisjoint(options):
             schedule, slices = options.pop("schedule", "auto"), options.pop("slices", None)
             how = options.pop("effort", "plan"), options.pop("wire", None), options.pop("certify", False)
-            call_options = CallOptions(schedule, slices, *how, options.pop("order", "any"))
+            order = options.pop("order", "any")
+            call_options = CallOptions(schedule, slices, *how, str(order) if isinstance(order, Canonical) else order)
         try:
             for name in options:
                 if name not in self._keywords:

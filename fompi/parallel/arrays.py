@@ -171,9 +171,9 @@ def _of_section(pending: Any) -> Any:
     return pending
 
 
-def in_words(wire: str | None) -> str:
-    """The wire in the text that the ranks compare."""
-    return "" if wire is None else f", {wire=}"
+def in_words(wire: str | None, order: str = "any") -> str:
+    """The wire and the order in the text that the ranks compare."""
+    return ("" if wire is None else f", {wire=}") + ("" if order == "any" else f", {order=}")
 
 
 def same_bits(comm: Communicator) -> str:
@@ -288,7 +288,8 @@ def gathered(comm: Communicator, rows: Array, numbers: Array) -> Array:
 
 def keywords_of(saved: Any) -> dict[str, Any]:
     """The keywords of an operation of the backward."""
-    return {"dtype": saved.dtype, "comm": saved.comm, "wire": saved.wire}
+    how = {"dtype": saved.dtype, "comm": saved.comm, "wire": saved.wire}
+    return how if getattr(saved, "order", "any") == "any" else {**how, "order": saved.order}
 
 
 def as_rows(a: Array) -> Array:

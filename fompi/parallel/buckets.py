@@ -26,6 +26,9 @@ from fompi.engine.handshake import digest
 from fompi.model.flow_shop import Job, announced_units, makespan
 from fompi.model.machine import Machine
 from fompi.parallel.arrays import borrow_any, check_place
+from fompi.parallel.leaves import LeafSums
+from fompi.plans.problems import order_of
+from fompi.plans.tree import Canonical
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
 
@@ -155,6 +158,7 @@ class Bucket:
             self.master = self.shard.copy()
         self.gradient = filled(self.size, self.wide, 0, full) if zero < 2 else None  # of this rank, all elements
         self.sum_shard = filled(self.end - self.begin, self.wide, 0, full) if zero >= 2 else None
+        self.leaves: LeafSums | None = None  # instead of `gradient`, where the sum has an order of leaves
         self.feedback: Feedback | None = None
         self.total: Array | None = None  # the sum of all ranks, of the elements that this rank owns
         self.missing = dict.fromkeys(self.names, microbatches)  # how often each is still to be announced in this step
@@ -166,6 +170,21 @@ class Bucket:
         self.summing: Any = None  # the call that sums the gradients in every step (`fompi.parallel.repeated`)
         self.gathering: Any = None  # the call that gathers the parameters, but for those that begin in `step`
         self.first_gathering: Any = None  # of those
+
+    def terms(self) -> list[Array]:
+        """What this rank adds to the sum: its gradient, or the sum of each of its subtrees of leaves."""
+        if self.leaves is not None:
+            return self.leaves.sums()
+        return [filled(self.size, self.wide, 0, self.master) if self.gradient is None else self.gradient]
+
+    def forget_gradient(self, keeps_memory: bool) -> None:
+        """The next step begins."""
+        if self.leaves is not None:
+            self.leaves.forget(keeps_memory)
+        elif not keeps_memory:
+            self.gradient = None
+        elif self.gradient is not None:
+            self.gradient.fill(0)
 
     def own(self, name: str) -> slice:
         """The part of a parameter that this rank owns: a slice of the shard."""
@@ -328,6 +347,25 @@ def check_options(
         raise LayoutError("feedback=True needs a wire=: nothing is lost without one")
     if ahead is not None and (integer(ahead) is None or ahead < 0):
         raise LayoutError(f"ahead_nbytes={ahead!r} must be an integer of at least 0")
+
+
+def check_order(
+    order: Any, tensors: Mapping[str, Tensor], size: int, zero: int, wire: str | None, replicas: Any
+) -> str:
+    """The name of the order of gradients. Raises the error of one that cannot be kept."""
+    name = order_of(order)
+    if name != "any" and wire is not None:
+        raise LayoutError(f"order={name}: gradients and parameters with a wire have no order")
+    if (canonical := Canonical.of(name)) is not None:
+        counts = canonical.counts(size)  # it raises PlanError
+        if zero == 3 and len({*counts}) > 1:
+            why = "each leaf gathers the parameters, so all ranks must have as many"
+            raise LayoutError(f"order={name}, zero=3: {why}: choose a multiple of {size} leaves, or zero=2")
+        if replicas is not None:
+            raise LayoutError(f"order={name}: leaves are those of one axis, so there are no replicas=")
+        if any(place(t.array) is not None for t in tensors.values()):
+            raise LayoutError(f"order={name}: leaves are added on the host: parameters of a device have order='ranks'")
+    return name
 
 
 def cut(tensors: Mapping[str, Tensor], most: int | Buckets) -> list[int]:

@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
+from functools import partial
 from math import isfinite, sqrt
 from time import perf_counter
 from typing import Any, NoReturn
@@ -53,6 +54,7 @@ from fompi.parallel.buckets import (
     check_axes,
     check_clip,
     check_options,
+    check_order,
     clip_factor,
     cut,
     detached,
@@ -62,10 +64,12 @@ from fompi.parallel.buckets import (
     in_words,
     kept_nbytes,
 )
+from fompi.parallel.leaves import LeafSums, exact_sums
 from fompi.parallel.optimizers import SGD, AdamW, Optimizer, State
 from fompi.parallel.repeated import Unbound, is_bound, repeated
 from fompi.parallel.saved import load_state, whole_state
 from fompi.parallel.section import Section
+from fompi.plans.tree import Canonical
 from fompi.tensors.dlpack import Tensor
 from fompi.traces.trace import Trace
 
@@ -104,6 +108,10 @@ class DataParallel:
     The optimizer updates them as they are; all ranks compute with what messages bring (ZeRO++, arXiv 2306.10209).
     `check_for_nan`: look at every gradient; a NaN or an infinite number is a TensorError that names parameter and rank.
     If only their sum is too large, `step` raises it on all ranks. Nothing is updated then.
+    `order`: in which gradients are added. "ranks": in a tree over the ranks. `Canonical(k)`: in a tree over k leaves.
+    Then parameters have the same bits on any number of ranks. Leaves are micro-batches: rank r announces a parameter
+    once for each leaf of the r-th run of them, in their order. A mean is that of the leaves. It keeps at most log2 of
+    the leaves of a rank more gradients. On the host, without `wire` and `replicas`.
     `over`: a communicator or several, of other axes whose ranks hold other parts of the model. `step` takes them too.
     Give them here, so that an error in the first step reaches these ranks at once, and not with the next `step`.
 
@@ -130,6 +138,7 @@ class DataParallel:
         ahead_nbytes: int | None = None,
         check_for_nan: bool = False,
         over: Any = (),
+        order: Any = "any",
     ):
         self.comm = Communicator.of(comm)
         self.replicas: Communicator | None = None
@@ -155,6 +164,7 @@ class DataParallel:
             tensors = borrowed(params)
             counts = cut(tensors, bucket_nbytes)
             check_options(zero, self._holders, tensors, wire, wire_gather, feedback, ahead_nbytes, microbatches)
+            self.order = check_order(order, tensors, self.comm.size, zero, wire or wire_gather, self.replicas)
             words = in_words(tensors)  # it reads the values
         except Exception as refusal:
             error = refusal
@@ -162,6 +172,7 @@ class DataParallel:
         options = f"zero={zero}, average={average}, wire={wire}, feedback={feedback}, ahead_nbytes={ahead_nbytes}"
         options += f", microbatches={microbatches}" if microbatches != 1 else ""
         options += f", {wire_gather=}" if wire_gather is not None else ""
+        options += f", {order=!s}" if order != "any" else ""
         options += "" if self.replicas is None else f", {self.replicas.size} replicas"
         options += f", over={[axis.name for axis in self._known]}" if self._known else ""
         text = f"DataParallel({how}, {options}, buckets of {[*counts]} parameters, {words}"
@@ -180,11 +191,17 @@ class DataParallel:
         )
         self.buckets: list[Bucket] = []
         self._states: dict[str, State] = {}
+        self._canonical = Canonical.of(self.order)
+        terms = () if self._canonical is None else self._canonical.subtrees(self.comm.size)
+        self._is_split = max(map(len, terms), default=1) > 1
         try:
             listed = [*tensors.items()]
             for a, b in itertools.pairwise(offsets(counts)):
                 bucket = Bucket(dict(listed[a:b]), self.comm, zero, microbatches, gathered)
                 self.buckets.append(bucket)
+                if terms:
+                    make = partial(filled, bucket.size, bucket.wide, 0, bucket.master)
+                    bucket.leaves, bucket.gradient = LeafSums(terms[self.comm.rank], make), None
                 if feedback:
                     lost = filled(bucket.size, bucket.wide, 0, bucket.master)
                     bucket.feedback = Feedback(self.wire, self.comm.size, self.comm.rank, lost)
@@ -202,7 +219,10 @@ class DataParallel:
         except DeviceError as refusal:  # the other ranks have refused it, too
             raise self._with_remedy(refusal) from refusal
         self._index = {name: i for i, bucket in enumerate(self.buckets) for name in bucket.names}
-        self._scale = 1 / (self.comm.size * (self.replicas.size if self.replicas else 1)) if average else 1.0
+        averaged = self.comm.size * (self.replicas.size if self.replicas else 1)
+        if self._canonical is not None:
+            averaged = self._canonical.leaves
+        self._scale = 1 / averaged if average else 1.0
         last = len(self.buckets) - 1
         self._cycle = [*range(last + 1), *(range(last - 1, -1, -1) if zero == 3 else ())] if zero else []
         self._at = 0 if zero == 3 else len(self._cycle)  # the next gather is that of bucket _cycle[_at]
@@ -221,12 +241,18 @@ class DataParallel:
         """The calls of the bucket in every step. What zero gives up is not kept by bound calls either."""
         comm, carried = self._sums, {"wire": bucket.wire or None}
         how: dict[str, Any] = {} if self.zero else {"schedule": same_bits(comm)}
+        if self.order != "any":
+            how = {"order": self.order}
         if self.wire:  # blocks are the parts of the ranks, of which each rank knows what is lost
             how = {"wire": self.wire, "schedule": "direct", "slices": 1}
-        if self.zero < 2:
-            assert bucket.gradient is not None
-            x, nbytes = tensor_of(bucket.gradient, bucket.wide), bucket.gradient.nbytes
-            bucket.summing = repeated(reduce_scatter if self.zero else all_reduce, nbytes, x, comm=comm, **how)
+        if self.zero < 2 and not self._is_split:
+            (gradient,) = bucket.terms()
+            x, operation = tensor_of(gradient, bucket.wide), reduce_scatter if self.zero else all_reduce
+            bucket.summing = repeated(operation, gradient.nbytes, x, comm=comm, **how)
+        elif not self.zero:
+            bucket.summing = Unbound(all_reduce, comm, how)
+        elif self.zero == 1:
+            bucket.summing = Unbound(reduce_scatter, comm, how)
         else:
             out = tensor_of(bucket.sum_shard, bucket.wide)
             bucket.summing = Unbound(reduce_scatter, comm, {"out": out, **how})
@@ -381,11 +407,14 @@ class DataParallel:
 
     def _add(self, bucket: Bucket, name: str, array: Array) -> None:
         """Add a gradient to that of the bucket, and let the buckets leave that are complete."""
-        if bucket.gradient is None:
-            bucket.gradient = filled(bucket.size, bucket.wide, 0, array)
         a, b = bucket.spans[name]
-        into = bucket.gradient[a:b].reshape(array.shape)
-        np.add(into, array, out=into)
+        if bucket.leaves is not None:
+            bucket.leaves.add(name, (a, b), array)
+        else:
+            if bucket.gradient is None:
+                bucket.gradient = filled(bucket.size, bucket.wide, 0, array)
+            into = bucket.gradient[a:b].reshape(array.shape)
+            np.add(into, array, out=into)
         self._used.add(name)
         if self._is_syncing:
             bucket.missing[name] -= 1
@@ -418,13 +447,12 @@ class DataParallel:
         before = self._next
         while self._next >= 0 and (before - self._next < most if most is not None else self._is_complete):
             bucket = self.buckets[self._next]
-            gradient = bucket.gradient
-            if gradient is None:
-                gradient = filled(bucket.size, bucket.wide, 0, bucket.master)
+            terms = bucket.terms()
             if bucket.feedback is not None:
-                bucket.feedback.give_back(gradient)
+                bucket.feedback.give_back(terms[0])
             self._next, bucket.sum = self._next - 1, bucket.summing  # after an error, too, this rank has taken part
-            bucket.summing.start(x=tensor_of(gradient, bucket.wide))
+            x = [tensor_of(term, bucket.wide) for term in terms]
+            bucket.summing.start(x=x if self._is_split else x[0])
             for later in self.buckets[self._next + 2 :]:
                 if later.sum is not None and later.sum.done():
                     self._collect(later)
@@ -440,7 +468,7 @@ class DataParallel:
         if bucket.sum is not None:
             pending, bucket.sum = bucket.sum, None
             bucket.total = self._wait(pending)
-            if self.zero >= 2:
+            if self.zero >= 2 and bucket.leaves is None:
                 bucket.gradient = None
 
     # ---------------------------------------------------------------------------------------------------- step
@@ -582,18 +610,16 @@ class DataParallel:
         That of a device stays there. The flags are known to the host, and never leave it.
         """
         square: Any = 0.0
-        for bucket in self.buckets:
-            assert bucket.total is not None
-            for name in bucket.names:
-                term = np.square(bucket.total[bucket.own(name)], dtype=np.float64)
-                count = self._holders.get(name, 1)
-                term = term / (count if isinstance(count, int) else constant(count[bucket.elements(name)], term))
+        if self._canonical is not None:
+            square = self._exact_square()
+        else:
+            for term in self._squares():
                 square = square + (float(term.sum()) if place(term) is None else term.sum())
         flags = np.array([name in self._used for name in self._index], np.float64)
         if place(square) is None:
-            own = np.array([square])
+            own = np.atleast_1d(np.asarray(square))
             total = all_reduce(np.concatenate([own, flags]), comm=self._sums, schedule=same_bits(self._sums))
-            summed, flags = total[:1].copy(), total[1:]
+            summed, flags = total[: len(own)].copy(), total[len(own) :]
         else:
             own = square.reshape(1)
             summed = call(all_reduce, own, dtype="float64", comm=self._sums, schedule=same_bits(self._sums))
@@ -603,7 +629,25 @@ class DataParallel:
         summed = summed if self.zero else own
         for axis in self._over:
             summed = call(all_reduce, summed, dtype="float64", comm=axis, schedule=same_bits(axis))
-        return (float(summed[0]) if place(summed) is None else summed[0]), flags
+        return (float(summed.sum()) if place(summed) is None else summed[0]), flags
+
+    def _squares(self) -> Iterator[Array]:
+        """The squares of what this rank owns of the gradient, each in as many parts as ranks hold it."""
+        for bucket in self.buckets:
+            assert bucket.total is not None
+            for name in bucket.names:
+                term = np.square(bucket.total[bucket.own(name)], dtype=np.float64)
+                count = self._holders.get(name, 1)
+                yield term / (count if isinstance(count, int) else constant(count[bucket.elements(name)], term))
+
+    def _exact_square(self) -> Array:
+        """The sum of the squares in parts whose sums do not depend on who owns what."""
+        greatest = np.zeros(1)
+        for term in self._squares():
+            greatest = np.maximum(greatest, term.max(initial=0.0))  # a NaN stays one
+        for axis in (*([self._sums] if self.zero else []), *self._over):
+            greatest = all_reduce(greatest, op="max", comm=axis)
+        return exact_sums(self._squares(), float(greatest[0]))
 
     def _restart(self) -> None:
         """Begin anew after an error. If the step before has failed on another rank, all gather the parameters again."""
@@ -661,10 +705,7 @@ class DataParallel:
             if bucket.feedback is not None:
                 bucket.feedback.forget()
             bucket.missing = dict.fromkeys(bucket.names, self.microbatches)
-            if self.zero >= 2:
-                bucket.gradient = None
-            elif bucket.gradient is not None:
-                bucket.gradient.fill(0)
+            bucket.forget_gradient(keeps_memory=self.zero < 2)
         self._used, self._next, self._steps = set(), len(self.buckets) - 1, self._steps + 1
 
     # ---------------------------------------------------------------------------------------- saved, and loaded
@@ -797,7 +838,7 @@ class DataParallel:
         masters = (b.master for b in self.buckets if b.master is not b.shard)
         of: dict[str, Any] = {
             "parameters": [a for b in self.buckets for a in (b.full, b.shard if self.zero == 3 else None)],
-            "gradients": [a for b in self.buckets for a in (b.gradient, b.sum_shard)],
+            "gradients": [a for b in self.buckets for a in (b.gradient, b.leaves, b.sum_shard)],
             "optimizer": [*states, *masters],
         }
         return {key: sum(getattr(a, "nbytes", 0) for a in arrays) for key, arrays in of.items()}

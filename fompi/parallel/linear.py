@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fompi.backends.numbers import contiguous, narrow, wide_product, widen
+import numpy as np
+
+from fompi.backends import chains
+from fompi.backends.numbers import contiguous, narrow, place, wide_product, widen
 from fompi.base.errors import LayoutError, PlanError, ShapeError
 from fompi.base.layout import accumulator
 from fompi.base.wires import wire_of
@@ -39,7 +42,9 @@ from fompi.parallel.arrays import (
     start_sum,
 )
 from fompi.parallel.differentiable import Differentiable, Gradients
+from fompi.plans.problems import ORDERS, order_of
 from fompi.plans.rows import counts_of
+from fompi.plans.tree import Canonical
 from fompi.tensors.dlpack import Tensor
 
 
@@ -56,6 +61,7 @@ class Linear:
     shape: tuple[int, ...]  # of y
     activation: str = "none"
     wire: str | None = None
+    order: str = "any"
     z: Array | None = None  # y before the activation
 
     @property
@@ -65,6 +71,12 @@ class Linear:
     @property
     def like(self) -> Tensor:
         return self.x
+
+    @property
+    def leaves(self) -> int:
+        """How many leaves this rank has of a sum over features, if it has an order of leaves; else 0."""
+        canonical = Canonical.of(self.order)
+        return 0 if canonical is None else canonical.counts(self.comm.size)[self.comm.rank]
 
 
 def _column(
@@ -76,6 +88,7 @@ def _column(
     comm: Any = None,
     sequence_parallel: bool = True,
     wire: str | None = None,
+    order: Any = "any",
 ) -> tuple[Any, Linear]:
     """y = activation(all_gather(x) @ w + bias)
 
@@ -85,12 +98,17 @@ def _column(
 
     With `sequence_parallel=False` x is (all rows, ..., k), Replicate. Nothing is sent then: the gradient of x is that
     of this rank's copy. The sum over the ranks is that of `all_reduce`, or of the `row_parallel_linear` that made x.
-    `wire` is the form in which messages carry elements, forward and backward (`fompi.base.wires`).
+    `wire` is the form in which messages carry elements, forward and backward (`fompi.base.wires`). `order` is that of
+    sums: "ranks", or `Canonical(k)`, with k leaves of the features of all ranks. Then y and all gradients have the same
+    bits on any number of ranks, on the host.
     Raises ShapeError, DtypeError or PlanError on all ranks, or MismatchError if only other ranks refuse.
     """
 
     def check(comm: Communicator) -> tuple[str, tuple[Tensor, Tensor, Tensor | None]]:
         tensors = _linear_tensors(x, w, bias)
+        _check_order(order, comm, tensors[0], tensors[1].array.shape[1], not sequence_parallel)
+        if activation == "swiglu" and Canonical.of(order_of(order)):
+            raise PlanError(f"order={order}: the two halves of swiglu are cut by ranks: use two layers")
         if activation not in ACTIVATIONS:
             raise PlanError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
         wire_of(wire, tensors[0].dtype)
@@ -102,7 +120,7 @@ def _column(
     if sequence_parallel:
         group, text, (tx, tw, tb) = admit(all_gather_matmul, comm, check)
         added = None if tb is None else tb.array
-        how = {"bias": added, "dtype": tx.dtype, "comm": group, "wire": wire}
+        how = {"bias": added, "dtype": tx.dtype, "comm": group, "wire": wire, "order": order_of(order)}
         pending = begin(all_gather_matmul, text, tx.array, tw.array, **how)
         z, dtype, counts = arrived(pending), tx.dtype, pending.counts
     else:  # nothing is sent, so the ranks agree here
@@ -110,13 +128,17 @@ def _column(
         def check_all(comm: Communicator) -> tuple[str, int, tuple[Tensor, Tensor, Tensor | None]]:
             text, tensors = check(comm)
             text += f", {tensors[0].dtype}, x {tensors[0].array.shape}, bias={tensors[2] is not None}"
-            return text + in_words(wire), 0, tensors
+            return text + in_words(wire, order_of(order)), 0, tensors
 
         group, (tx, tw, tb), _ = enter("column_parallel_linear", comm, check_all)
         dtype = tx.dtype
-        wide = wide_product(tx.array, tw.array, dtype)
-        z = narrow(wide if tb is None else wide + widen(tb.array, dtype), dtype)
-    saved = Linear(tx, tw, tb, group, sequence_parallel, counts, z.shape, activation, wire)
+        added = None if tb is None else widen(tb.array, dtype)
+        if order_of(order) in ORDERS:
+            wide = wide_product(tx.array, tw.array, dtype)
+            z = narrow(wide if added is None else wide + added, dtype)
+        else:
+            z = narrow(chains.product_of(widen(tx.array, dtype), widen(tw.array, dtype), 1, added), dtype)
+    saved = Linear(tx, tw, tb, group, sequence_parallel, counts, z.shape, activation, wire, order_of(order))
     if activation == "none":
         return lent(z, tx), saved
     saved.z = z
@@ -140,7 +162,7 @@ def _column_backward(saved: Linear, dy: Any) -> Gradients:
         return _local_dx(saved, dz), *_local_dw(saved, dz)
     dw = start(all_gather_weight_gradient, saved.x.array, dz, **options)  # one travels while the other multiplies
     dx = start(matmul_reduce_scatter, dz, saved.w.array.T, counts=saved.counts, **options)
-    db = _sum_rows(dz, saved.dtype, saved.bias)
+    db = _sum_rows(saved, dz)
     return lent(arrived(dx), saved.x), lent(arrived(dw), saved.w), db
 
 
@@ -157,16 +179,16 @@ def _column_backward_weight(rest: tuple[Linear, Array]) -> Gradients:
     if not saved.sequence_parallel:
         return _local_dw(saved, dz)
     dw = call(all_gather_weight_gradient, saved.x.array, dz, **keywords_of(saved))
-    return lent(dw, saved.w), _sum_rows(dz, saved.dtype, saved.bias)
+    return lent(dw, saved.w), _sum_rows(saved, dz)
 
 
 def _local_dx(saved: Linear, dz: Array) -> Any:
-    return give(wide_product(dz, saved.w.array.T, saved.dtype), saved.x)
+    return give(_product(dz, saved.w.array.T, saved.dtype, saved.leaves), saved.x)
 
 
 def _local_dw(saved: Linear, dz: Array) -> Gradients:
     x, d = as_rows(saved.x.array), as_rows(dz)
-    return give(wide_product(x.T, d, saved.dtype), saved.w), _sum_rows(dz, saved.dtype, saved.bias)
+    return give(_product(x.T, d, saved.dtype, min(saved.leaves, 1)), saved.w), _sum_rows(saved, dz)
 
 
 def _row(
@@ -178,6 +200,7 @@ def _row(
     sequence_parallel: bool = True,
     counts: Sequence[int] | None = None,
     wire: str | None = None,
+    order: Any = "any",
 ) -> tuple[Any, Linear]:
     """y = reduce_scatter(x @ w, counts) + bias
 
@@ -187,6 +210,7 @@ def _row(
 
     With `sequence_parallel=False` y = all_reduce(x @ w) + bias has all rows, Replicate. `wire` is the form in which
     messages carry elements, forward and backward (`fompi.base.wires`); the gradient of the bias travels as it is.
+    `order` is as for `column_parallel_linear`.
     Raises ShapeError, DtypeError or LayoutError on all ranks, or MismatchError if only other ranks refuse.
     """
 
@@ -195,6 +219,7 @@ def _row(
     def check(comm: Communicator) -> tuple[str, tuple[Any, ...]]:
         tensors = _linear_tensors(x, w, bias)
         wire_of(wire, tensors[0].dtype)
+        _check_order(order, comm, tensors[0], len(tensors[1].array), False)
         rows = len(tensors[0].array)
         if counts is not None and not sequence_parallel:
             raise LayoutError("counts= is for sequence_parallel=True: without it, every rank keeps all rows")
@@ -203,13 +228,14 @@ def _row(
 
     group, text, (tx, tw, tb, kept) = admit(operation, comm, check)
     added = None if tb is None else tb.array
-    options: dict[str, Any] = {"bias": added, "dtype": tx.dtype, "comm": group, "wire": wire}
+    name = order_of(order)
+    options: dict[str, Any] = {"bias": added, "dtype": tx.dtype, "comm": group, "wire": wire, "order": name}
     if sequence_parallel:
         options["counts"] = kept
-    else:  # all ranks hold y
+    elif name == "any":  # all ranks hold y
         options["schedule"] = same_bits(group)
     y = arrived(begin(operation, text, tx.array, tw.array, **options))
-    saved = Linear(tx, tw, tb, group, sequence_parallel, kept, y.shape, wire=wire)
+    saved = Linear(tx, tw, tb, group, sequence_parallel, kept, y.shape, wire=wire, order=name)
     return lent(y, tx), saved
 
 
@@ -218,7 +244,10 @@ def _row_dy(saved: Linear, dy: Any) -> Array:
     given = enter_backward("row_parallel_linear", saved, dy)
     if saved.sequence_parallel:
         return given
-    scattered: Array = call(reduce_scatter, given, counts=saved.counts, **keywords_of(saved))
+    how = keywords_of(saved)
+    if saved.leaves:  # each rank has one term, which its leaves are in
+        how["order"] = "ranks"
+    scattered: Array = call(reduce_scatter, given, counts=saved.counts, **how)
     return scattered
 
 
@@ -246,15 +275,49 @@ def _start_shared_sum(saved: Linear, d: Array) -> Any:
     """The sum over all rows of all ranks, in flight: the gradient of a bias that all ranks hold."""
     if saved.bias is None:
         return None
+    if saved.leaves:  # the rows of all ranks, one after the other
+        rows = np.ones((sum(saved.counts), *d.shape[1:-1], 1), d.dtype)
+        ones = narrow(rows.astype(accumulator(saved.dtype)), saved.dtype)
+        return start(all_gather_weight_gradient, d, ones, **keywords_of(saved))
     return start_sum(as_rows(widen(d, saved.dtype)).sum(0), accumulator(saved.dtype), saved.comm)
 
 
 def _shared_sum(saved: Linear, pending: Any) -> Any:
-    return None if saved.bias is None else give(arrived(pending), saved.bias)
+    if saved.bias is None:
+        return None
+    db = arrived(pending)
+    return lent(db.reshape(-1), saved.bias) if saved.leaves else give(db, saved.bias)
 
 
-def _sum_rows(d: Array, dtype: str, bias: Tensor | None) -> Any:
-    return None if bias is None else give(as_rows(widen(d, dtype)).sum(0), bias)
+def _sum_rows(saved: Linear, d: Array) -> Any:
+    if saved.bias is None:
+        return None
+    rows = as_rows(widen(d, saved.dtype))
+    return give(chains.sum_of_rows(rows) if saved.leaves else rows.sum(0), saved.bias)
+
+
+def _product(a: Array, b: Array, dtype: str, leaves: int) -> Array:
+    """a @ b in the dtype of sums; with leaves in their order."""
+    return chains.product_of(widen(a, dtype), widen(b, dtype), leaves) if leaves else wide_product(a, b, dtype)
+
+
+def _check_order(order: Any, comm: Communicator, x: Tensor, features: int, adds_subtrees: bool) -> None:
+    """Raise the error of an order that a layer with so many features on this rank cannot have.
+
+    `adds_subtrees`: the features of a rank must be one subtree.
+    """
+    canonical = Canonical.of(order_of(order))
+    if canonical is None:
+        return
+    if place(x.array) is not None:
+        raise PlanError(f"order={canonical}: layers on a device have no order of leaves yet, only 'ranks'")
+    mine, terms = canonical.counts(comm.size)[comm.rank], canonical.subtrees(comm.size)
+    if features % mine:
+        why = f"rank {comm.rank} has {mine} of {canonical.leaves} leaves, equal parts of its {features} features"
+        raise ShapeError(f"order={canonical}: {why}, which {mine} does not divide")
+    if adds_subtrees and max(map(len, terms)) > 1:
+        why = f"ranks have several subtrees, because {canonical.leaves} / {comm.size} is no power of two"
+        raise PlanError(f"order={canonical}: {why}: choose another order, or sequence_parallel=True")
 
 
 def _linear_tensors(x: Any, w: Any, bias: Any) -> tuple[Tensor, Tensor, Tensor | None]:

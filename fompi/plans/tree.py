@@ -74,7 +74,8 @@ class Canonical:
 
     Rank r has the r-th run of leaves, as even as possible. Every leaf of a product, and every other product, is a chain
     of fused multiply-adds in the order of the contraction, whatever rows and columns a call has. Where k is not the
-    number of ranks times 2**i, a rank has several subtrees, and each of them travels.
+    number of ranks times 2**i, a rank has several subtrees, and each of them travels. The list may also have the sums
+    of these (`subtrees`), if the caller has added the leaves as they came.
     """
 
     leaves: int

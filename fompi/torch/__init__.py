@@ -48,6 +48,8 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module("fompi.torch.parallel"), name)
     if name == "overlap":
         return import_module("fompi.torch.fully_sharded").overlap
+    if name == "ordered":
+        return import_module("fompi.torch.groups").ordered
     if name == "wire":
         return import_module("fompi.torch.comm_hook").wire
     if name == "Pipeline":

@@ -58,6 +58,7 @@ class GradientBucket:
         wire: str | None,
         feedback: bool,
         used: torch.Tensor | None,
+        order: str,
     ):
         self.names, self.parameters = names, parameters
         ends = list(accumulate((p.numel() for p in parameters), initial=0))
@@ -73,6 +74,8 @@ class GradientBucket:
         self.seen: dict[int, tuple[int, int]] = {}  # p.grad that has the sum of `wide`: its address and version
         self.missing = set(range(len(parameters)))  # no gradient in this backward yet
         how: dict[str, Any] = {"op": "mean", "schedule": same_bits(comm)}  # it rounds a half type once
+        if order != "any":
+            how = {"op": "mean", "order": order}
         self.feedback: Feedback | None = None
         if wire := wire_of(wire, self.dtype):
             how |= {"wire": wire, "schedule": "direct", "slices": 1}
@@ -163,7 +166,7 @@ def _written(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor._version
 
 
-def _refusal(module: torch.nn.Module, wire: str | None, feedback: bool) -> Exception | None:
+def _refusal(module: torch.nn.Module, wire: str | None, feedback: bool, order: str) -> Exception | None:
     """Why these options are wrong, for the parameters that are trained. Whether it is a module is looked at later."""
     if not isinstance(module, torch.nn.Module):
         return None
@@ -171,6 +174,8 @@ def _refusal(module: torch.nn.Module, wire: str | None, feedback: bool) -> Excep
         dtypes = {str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.requires_grad}
         if not any([wire_of(wire, dtype) for dtype in dtypes]) and feedback:
             return LayoutError("feedback=True needs a wire=: nothing is lost without one")
+        if order not in ("any", "ranks") or (order == "ranks" and wire is not None):
+            return LayoutError(f"order={order} must be 'any', or 'ranks' without a wire; leaves: ZeroDataParallel")
     except FompiError as error:
         return error
     return None
@@ -185,7 +190,8 @@ class DistributedDataParallel(Wrapper):
 
     bucket_nbytes: the most bytes of a bucket of gradients. broadcast_buffers: each forward in training mode copies the
     buffers of rank 0, such as the statistics of a batch norm. wire: what gradients travel in ("bfloat16", "int8", ...:
-    `fompi.base.wires`). feedback: what messages of this rank have lost is added to its next gradients.
+    `fompi.base.wires`). feedback: what messages of this rank have lost is added to its next gradients. order="ranks":
+    the gradients of the ranks are added in a tree (`fompi.plans.tree`).
 
     A parameter that some rank does not use in a backward has a zero gradient there. One that no rank uses keeps
     `grad=None`. The same parameters need not be used in every step, and nothing must be announced. Gradients of half
@@ -211,6 +217,7 @@ class DistributedDataParallel(Wrapper):
         broadcast_buffers: bool = True,
         wire: str | None = None,
         feedback: bool = False,
+        order: str = "any",
     ):
         super().__init__()
         self.module, self.broadcast_buffers = module, broadcast_buffers
@@ -219,9 +226,10 @@ class DistributedDataParallel(Wrapper):
         if integer(bucket_nbytes) is None or bucket_nbytes < 1:
             refusal = LayoutError(f"bucket_nbytes={bucket_nbytes!r} must be an integer of at least 1")
         else:
-            refusal = _refusal(module, wire, feedback)
+            refusal = _refusal(module, wire, feedback, order)
         words = f"DistributedDataParallel({bucket_nbytes=}, {broadcast_buffers=}"
         words += "" if wire is None else f", {wire=}, feedback={bool(feedback)}"
+        words += "" if order == "any" else f", {order=!s}"
         enter(module, group, words, refusal)
         self.comm = group.split(0, group.rank, f"{group.name}/gradients")  # its calls have an order of their own
         copy_from_rank_0([*module.parameters(), *module.buffers()], self.comm)
@@ -233,7 +241,9 @@ class DistributedDataParallel(Wrapper):
         used = None if wire is None else torch.zeros(len(names), dtype=torch.uint8)
         self._used = None if used is None else all_reduce.bind(used, op="max", out=used, comm=self.comm)
         self._buckets = [
-            GradientBucket(names[a:b], parameters[a:b], self.comm, wire, feedback, None if used is None else used[a:b])
+            GradientBucket(
+                names[a:b], parameters[a:b], self.comm, wire, feedback, None if used is None else used[a:b], order
+            )
             for a, b in reversed([*pairwise(edges)])
         ]  # in the order in which they leave
         self._left, self._used_left = 0, False  # this many have left

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,6 +14,7 @@ from fompi.base.errors import LaunchError, LayoutError
 from fompi.engine.communicator import Communicator
 from fompi.mpi import transport
 from fompi.mpi.link import of_members
+from fompi.plans.problems import order_of
 from fompi.torch import private
 from fompi.torch.store import own_connection
 
@@ -40,6 +43,29 @@ def communicator(group: Any = None) -> Communicator:
         own = private.with_communicator(group)
         return _of_another(group) if own is None else Communicator.of(own.comm)
     return Communicator.of(group)
+
+
+@contextmanager
+def ordered(order: Any, group: Any = None) -> Iterator[None]:
+    """In the `with` block, on all ranks, the group adds all terms in this order: "ranks", or `fompi.Canonical(k)`.
+
+        with fompi.torch.ordered("ranks"):
+            torch.distributed.all_reduce(x)
+
+    `group`: a ProcessGroup of the backend fompi, or a DeviceMesh of one dimension; None: the default group. It holds
+    for all_reduce, reduce, reduce_scatter and what torch makes of them, and for a backward that runs inside. With
+    leaves a tensor is the sum of those of its rank. Raises LayoutError for a group of another backend.
+    """
+    if hasattr(group, "mesh_dim_names"):
+        group = group.get_group()
+    own = private.with_communicator(dist.group.WORLD if group is None else group)
+    if own is None:
+        raise LayoutError("fompi.torch.ordered: this group has another backend than fompi")
+    before, own.order = own.order, order_of(order)
+    try:
+        yield
+    finally:
+        own.order = before
 
 
 def _of_another(group: Any) -> Communicator:

@@ -10,7 +10,8 @@ the parts of this rank. `full_state_dict` and `load_full_state_dict` have the na
 
 Gradients are those of the sum of the losses of all ranks. A parameter of these modules that several ranks hold gets the
 sum over its holders. `wire` is the form in which messages carry elements, forward and backward (`fompi.base.wires`);
-sums over the holders of a parameter travel as they are.
+sums over the holders of a parameter travel as they are. `order` is that of the sums of linear layers: "ranks", or
+`fompi.Canonical(k)`, with the same bits on any number of ranks.
 """
 
 from __future__ import annotations
@@ -86,17 +87,18 @@ class ColumnParallelLinear(Sharded):
         comm: Any = None,
         sequence_parallel: bool = True,
         wire: str | None = None,
+        order: Any = "any",
         device: Any = None,
         dtype: Any = None,
     ):
         factory = {"device": device, "dtype": dtype}
         sizes = {"in_features": in_features, "out_features": out_features}
-        how = {"sequence_parallel": sequence_parallel, "wire": wire}
+        how = {"sequence_parallel": sequence_parallel, "wire": wire, **in_order(order)}
         options = {"bias": bool(bias), "activation": activation, **how}
         check = partial(check_activation, activation, out_features)
         super().__init__(enter_module("ColumnParallelLinear", comm, factory, sizes, options, check))
         self.in_features, self.out_features, self.activation = in_features, out_features, activation
-        self.sequence_parallel, self.wire = sequence_parallel, wire
+        self.sequence_parallel, self.wire, self.order = sequence_parallel, wire, order
         halves = 2 if activation == "swiglu" else 1
         runs = runs_of(split(out_features // halves, self.comm.size), halves)
         full = PartLayout((out_features, in_features), 0, runs)
@@ -111,6 +113,7 @@ class ColumnParallelLinear(Sharded):
             comm=self.comm,
             sequence_parallel=self.sequence_parallel,
             wire=self.wire,
+            order=self.order,
         )
         return y
 
@@ -118,7 +121,7 @@ class ColumnParallelLinear(Sharded):
         return (
             f"in_features={self.in_features}, out_features={self.out_features} ({self.on_rank(len(self.weight))}), "
             f"bias={self.bias is not None}, activation={self.activation}, sequence_parallel={self.sequence_parallel}"
-            f"{in_words(self.wire)}"
+            f"{in_words(self.wire, str(self.order))}"
         )
 
 
@@ -146,6 +149,7 @@ class RowParallelLinear(Sharded):
         sequence_parallel: bool = True,
         reduce: bool = True,
         wire: str | None = None,
+        order: Any = "any",
         device: Any = None,
         dtype: Any = None,
     ):
@@ -156,11 +160,11 @@ class RowParallelLinear(Sharded):
         factory = {"device": device, "dtype": dtype}
         sizes = {"in_features": in_features, "out_features": out_features}
         options = {"bias": bool(bias), "sequence_parallel": sequence_parallel, "wire": wire}
-        options |= {} if reduce else {"reduce": False}
+        options |= in_order(order) | ({} if reduce else {"reduce": False})
         super().__init__(enter_module("RowParallelLinear", comm, factory, sizes, options, check))
         self.reduce = bool(reduce)
         self.in_features, self.out_features = in_features, out_features
-        self.sequence_parallel, self.wire = sequence_parallel, wire
+        self.sequence_parallel, self.wire, self.order = sequence_parallel, wire, order
         runs = runs_of(split(in_features, self.comm.size))
         _draw_linear(self, PartLayout((out_features, in_features), 1, runs), PartLayout((out_features,)), bias, factory)
 
@@ -168,14 +172,21 @@ class RowParallelLinear(Sharded):
         if not self.reduce:
             return torch.nn.functional.linear(x, self.weight)
         how: dict[str, Any] = {"sequence_parallel": self.sequence_parallel, "counts": counts, "wire": self.wire}
+        how["order"] = self.order
         y: torch.Tensor = tensor.row_parallel_linear(x, self.weight.T, self.bias, comm=self.comm, **how)
         return y
 
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features} ({self.on_rank(self.weight.shape[1])}), out_features={self.out_features}, "
-            f"bias={self.bias is not None}, sequence_parallel={self.sequence_parallel}{in_words(self.wire)}"
+            f"bias={self.bias is not None}, sequence_parallel={self.sequence_parallel}"
+            f"{in_words(self.wire, str(self.order))}"
         )
+
+
+def in_order(order: Any) -> dict[str, Any]:
+    """The order of sums among the options that the ranks compare."""
+    return {} if order == "any" else {"order": str(order)}
 
 
 def _draw_linear(

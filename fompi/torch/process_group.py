@@ -44,6 +44,7 @@ from fompi.engine.communicator import Communicator
 from fompi.mpi import environment, launcher, transport
 from fompi.mpi.link import of_members
 from fompi.ops import messages, operations
+from fompi.ops.arguments import SUMS
 from fompi.ops.front import REFUSED, Door, known_call, place_of
 from fompi.ops.message_forms import PlainForm, PlainMemory
 from fompi.tensors import dlpack
@@ -176,6 +177,7 @@ class Collectives:
     def __init__(self, comm: Communicator, name: str, store: Any, timeout: timedelta):
         super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]
         self.comm, self._name, self._desc, self._store = comm, name, "", store
+        self.order = "any"  # of sums (`fompi.torch.ordered`)
         self._parts: list[Work] | None = None  # the calls since `_start_coalescing`
         self._ones = torch.ones(1, dtype=torch.int32)  # what barriers send
         self._door, self._forms = Door(), dict[Hashable, PlainForm]()
@@ -187,6 +189,8 @@ class Collectives:
         self, operation: Any, *args: Any, words: str = "", arriving: Sequence[int] | None = None, **options: Any
     ) -> Any:
         """Begin a call. The ranks compare `words`, and `arriving` with the elements or rows that each rank sends."""
+        if self.order != "any" and operation.name in SUMS:
+            options["order"] = self.order
         how = _How(operation, options.pop("counts", None), words, arriving, options)
         try:
             call = known_call(operation.name, args, options, how.compared)
@@ -220,7 +224,7 @@ class Collectives:
         if place is None or there is None:
             return None
         (form, x_at), (out_form, out_at) = place, there
-        found = self._door.find((verb, form, out_form), x_at, out_at)
+        found = self._door.find((verb, self.order, form, out_form), x_at, out_at)
         if found is None:
             return None
         front, how = found

@@ -10,6 +10,7 @@ from mpi4py import MPI
 import fompi
 from fompi import mpi
 from fompi.ops import by_library
+from fompi.plans.tree import folded
 
 
 @pytest.fixture(autouse=True)
@@ -258,6 +259,30 @@ def test_requests_end_in_any_order(ours, end):
             pass
     assert all(np.array_equal(y, (i + 1) * gathered.sum(0)) for i, y in enumerate(sums))
     assert np.array_equal(moved, gathered[-1]) and np.array_equal(total, gathered.sum(0))
+
+
+def test_sums_in_an_order(ours):
+    """All sums inside of the block are fompi's, in the tree; those of an op of MPI alone are refused on all ranks."""
+    rank, size = ours.Get_rank(), ours.Get_size()
+    for count in (5 * size, 3000 * size):
+        terms = [np.random.default_rng([r, count]).standard_normal(count).astype("f4") for r in range(size)]
+        wanted, y = folded(terms, np.add), np.empty(count, "f4")
+        part = np.empty(count // size, "f4")
+        with ours.ordered("ranks"):
+            ours.Allreduce(terms[rank], y)
+            assert y.tobytes() == wanted.tobytes()
+            over = terms[rank].copy()
+            ours.Iallreduce(MPI.IN_PLACE, over).Wait()
+            assert over.tobytes() == wanted.tobytes()
+            ours.Reduce_scatter_block(terms[rank], part)
+            assert part.tobytes() == wanted[rank * len(part) : (rank + 1) * len(part)].tobytes()
+            ours.Reduce(terms[rank], y if rank == 0 else None, root=0)
+            assert rank or y.tobytes() == wanted.tobytes()
+            with pytest.raises(fompi.PlanError, match="this op on this type is MPI's"):
+                ours.Allreduce(np.ones(3, "i4"), np.empty(3, "i4"), op=MPI.BOR)
+        ours.Allreduce(terms[rank], y)
+        np.testing.assert_allclose(y, wanted, rtol=1e-4, atol=1e-5)
+    assert ours.order == "any"
 
 
 def test_a_failed_broadcast_is_an_error(ours):

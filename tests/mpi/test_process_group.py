@@ -3,6 +3,7 @@
 import time
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fompi
+from fompi.plans.tree import folded
 from fompi.torch import memory, private, process_group, store, work
 
 R = dist.ReduceOp
@@ -668,6 +670,36 @@ def test_distributed_data_parallel(rank, size, data, options):
     """Many small buckets: all of them in flight at once, completed by futures."""
     net = torch.nn.parallel.DistributedDataParallel(model(4), bucket_cap_mb=0.001, **options)
     assert_equal(train(step_on_rows(net, *data, rank, size), list(net.parameters())), alone(model(4), *data))
+
+
+def test_sums_in_an_order(rank, size):
+    """In the `with` block, for calls that were made before and not; outside it nothing has changed."""
+    terms = [torch.from_numpy(np.random.default_rng(r).standard_normal(3000).astype("f4")) for r in range(size)]
+    wanted = torch.from_numpy(folded([t.numpy() for t in terms], np.add))
+    for _ in range(3):
+        with fompi.torch.ordered("ranks"):
+            x = terms[rank].clone()
+            dist.all_reduce(x)
+            assert torch.equal(x, wanted)
+            mean = terms[rank].clone()
+            dist.all_reduce(mean, R.AVG, async_op=True).wait()
+            assert torch.equal(mean, wanted / size)
+            part = torch.empty(3000 // size)
+            dist.reduce_scatter_tensor(part, terms[rank][: 3000 // size * size].clone())
+            assert torch.equal(part, wanted[rank * len(part) : (rank + 1) * len(part)])
+        with fompi.torch.ordered(fompi.Canonical(4 * size)):
+            x = terms[rank].clone()
+            dist.all_reduce(x)
+            assert torch.equal(x, wanted)
+        torch.testing.assert_close(dist_sum(terms[rank]), wanted, rtol=1e-4, atol=1e-5)
+    with pytest.raises(fompi.PlanError, match="must be one of"), fompi.torch.ordered("tree"):
+        pass
+
+
+def dist_sum(x):
+    y = x.clone()
+    dist.all_reduce(y)
+    return y
 
 
 @pytest.mark.parametrize("feedback", [True, False])

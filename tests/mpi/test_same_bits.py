@@ -1,0 +1,176 @@
+"""Training with `order=Canonical(8)`: losses and parameters have the bits of one rank, on any number of ranks."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+import fompi
+from fompi import Canonical
+from fompi.base.layout import offsets, split
+from fompi.parallel.data import SGD, AdamW, DataParallel
+from fompi.parallel.tensor import column_parallel_linear, row_parallel_linear
+
+pytestmark = pytest.mark.ranks(mpich=[2, 3, 4, 8], openmpi=[2, 3])
+
+LEAVES = 8
+ORDER = Canonical(LEAVES)
+
+
+@pytest.fixture(scope="module")
+def alone(world):
+    """A communicator of this rank only."""
+    return world.split(world.rank, 0, "alone")
+
+
+def run_of(comm, total=LEAVES):
+    ends = [end * total // LEAVES for end in offsets(split(LEAVES, comm.size))]
+    return slice(ends[comm.rank], ends[comm.rank + 1])
+
+
+def data_parallel(comm, zero, clip, optimizer, order=ORDER, steps=20):
+    """(losses of all leaves, norms, parameters)"""
+    start = np.random.default_rng(0)
+    shapes = {"a": (17, 9), "b": (9,), "c": (9, 21)}
+    params = {name: start.standard_normal(shape).astype("f4") for name, shape in shapes.items()}
+    mine, losses, norms = range(LEAVES)[run_of(comm)], np.zeros(LEAVES * steps), []
+    with DataParallel(params, optimizer=optimizer, comm=comm, zero=zero, bucket_nbytes=700, order=order) as dp:
+
+        def micro_batch(step, leaf):
+            x = np.random.default_rng([step, leaf]).standard_normal((5, 17)).astype("f4")
+            a, b, c = (np.array(dp[name]) for name in "abc")
+            h = x @ a + b
+            y = np.maximum(h, 0) @ c
+            losses[step * LEAVES + leaf] = (y * y).sum()
+            dh = ((y / 5) @ c.T) * (h > 0)
+            for name, gradient in (("c", np.maximum(h, 0).T @ (y / 5)), ("b", dh.sum(0)), ("a", x.T @ dh)):
+                dp.ready(name, gradient)
+
+        for step in range(steps):
+            for leaf in mine:
+                if leaf == mine[-1]:
+                    micro_batch(step, leaf)
+                else:
+                    with dp.no_sync():
+                        micro_batch(step, leaf)
+            norms.append(dp.step(clip=clip))
+        state = dp.state_dict()["parameters"]
+    losses = fompi.all_reduce(losses, comm=comm)  # each loss is on one rank
+    return [losses.tobytes(), np.array(norms).tobytes(), *(state[name].tobytes() for name in shapes)]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_data_parallel(world, alone, zero, clip):
+    if zero == 3 and LEAVES % world.size:
+        with pytest.raises(fompi.LayoutError, match="all ranks must have as many"):
+            data_parallel(world, zero, clip, SGD(1e-2))
+        return
+    optimizer = AdamW(1e-2) if clip else SGD(1e-3, momentum=0.9)
+    assert data_parallel(world, zero, clip, optimizer) == data_parallel(alone, 0, clip, optimizer)
+
+
+def test_without_an_order_the_bits_differ(world, alone):
+    """So the test above shows something."""
+
+    def of(comm):
+        x = np.random.default_rng(1).standard_normal((LEAVES, 500)).astype("f4")
+        mine = x[run_of(comm)].sum(0)
+        return fompi.all_reduce(mine, comm=comm).tobytes(), fompi.all_reduce([*x[run_of(comm)]], comm=comm, order=ORDER)
+
+    (a, one), (b, other) = of(world), of(alone)
+    assert a != b and one.tobytes() == other.tobytes()
+
+
+def mlp(comm, sequence_parallel, activation, dtype, steps=20):
+    """(losses, parameters): y = row(column(x)), a tensor-parallel MLP."""
+    start, n, h, rows = np.random.default_rng(0), 24, 9 * LEAVES, 29
+    scale = np.dtype(dtype).type(0.2)
+    whole = [start.standard_normal(shape).astype(dtype) * scale for shape in ((n, h), (h,), (h, n), (n,))]
+    own = run_of(comm, h)
+    w1, b1, w2, b2 = (a.copy() for a in (whole[0][:, own], whole[1][own], whole[2][own], whole[3]))
+    ends = offsets(split(rows, comm.size))
+    here = slice(*ends[comm.rank : comm.rank + 2]) if sequence_parallel else slice(None)
+    how, losses = {"comm": comm, "sequence_parallel": sequence_parallel, "order": ORDER}, []
+    for step in range(steps):
+        random = np.random.default_rng([step, 5])
+        x, target = (random.standard_normal((rows, n)).astype(dtype) for _ in "xt")
+        a, first = column_parallel_linear.forward(x[here], w1, b1, activation=activation, **how)
+        y, second = row_parallel_linear.forward(a, w2, b2, **how)
+        error = fompi.all_gather(y, comm=comm) - target if sequence_parallel else y - target
+        losses.append((error**2).sum())
+        d = error[here] / np.dtype(dtype).type(rows)
+        if not sequence_parallel:
+            d = d / np.dtype(dtype).type(comm.size)  # gradients are those of the sum of the losses of all ranks
+        da, dw2, db2 = row_parallel_linear.backward(second, d)
+        _, dw1, db1 = column_parallel_linear.backward(first, da)
+        for p, g in ((w1, dw1), (b1, db1), (w2, dw2), (b2, db2)):
+            p -= np.dtype(dtype).type(0.1) * g
+    parts = [fompi.all_gather(np.ascontiguousarray(p), comm=comm) for p in (w1.T, b1, w2)]
+    return [np.array(losses).tobytes(), *(p.tobytes() for p in (*parts, b2))]
+
+
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu", "silu"])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_tensor_parallel_mlp(world, alone, sequence_parallel, activation):
+    dtype = "float64" if activation == "silu" else "float32"
+    if world.size == 3 and not sequence_parallel:
+        with pytest.raises(fompi.PlanError, match="is no power of two"):
+            mlp(world, sequence_parallel, activation, dtype)
+        return
+    assert mlp(world, sequence_parallel, activation, dtype) == mlp(alone, True, activation, dtype)
+
+
+def test_words(world):
+    x, w = np.ones((4, 6), "f4"), np.ones((6, 6 * len(range(LEAVES)[run_of(world)])), "f4")
+    with pytest.raises(fompi.PlanError, match="the two halves of swiglu"):
+        column_parallel_linear(x, w, activation="swiglu", comm=world, order=ORDER)
+    with pytest.raises(fompi.ShapeError, match="2 does not divide"):
+        column_parallel_linear(x, np.ones((6, 3), "f4"), comm=world, order=Canonical(2 * world.size))
+    with pytest.raises(fompi.PlanError, match="must be one of 'any', 'ranks'"):
+        row_parallel_linear(x, np.ones((6, 3), "f4"), comm=world, order="tree")
+
+
+def test_modules_of_torch(world, alone):
+    """A model of modules, trained by ZeroDataParallel over micro-batches or by AdamW on tensor-parallel layers."""
+    torch = pytest.importorskip("torch")
+    from fompi.torch import ZeroDataParallel, nn
+
+    def tensor_parallel(comm):
+        torch.manual_seed(0)
+        how = {"comm": comm, "order": ORDER, "sequence_parallel": False}
+        model = torch.nn.Sequential(
+            nn.ColumnParallelLinear(12, 4 * LEAVES, activation="relu", **how),
+            nn.RowParallelLinear(4 * LEAVES, 12, **how),
+        )
+        optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False), []
+        for step in range(5):
+            x = torch.from_numpy(np.random.default_rng(step).standard_normal((9, 12)).astype("f4"))
+            loss = ((model(x) - x) ** 2).sum()
+            (loss / comm.size).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        state = nn.full_state_dict(model)
+        return [losses, *(state[name].numpy().tobytes() for name in sorted(state))]
+
+    def micro_batches(comm):
+        torch.manual_seed(0)
+        module, mine = torch.nn.Linear(7, 5), range(LEAVES)[run_of(comm)]
+        with closing(ZeroDataParallel(module, comm, optimizer=SGD(1e-2), zero=1, order=ORDER)) as model:
+            for step in range(5):
+                for leaf in mine:
+                    x = torch.from_numpy(np.random.default_rng([step, leaf]).standard_normal((3, 7)).astype("f4"))
+                    if leaf == mine[-1]:
+                        (model(x) ** 2).sum().backward()
+                    else:
+                        with model.no_sync():
+                            (model(x) ** 2).sum().backward()
+                model.step(clip=1.0)
+            return [p.detach().numpy().tobytes() for p in module.parameters()]
+
+    assert micro_batches(world) == micro_batches(alone)
+    if world.size != 3:
+        assert tensor_parallel(world) == tensor_parallel(alone)
