@@ -6,8 +6,8 @@ from setuptools import Extension, setup
 
 NATIVE = Extension(
     "fompi.native._native",
-    ["fompi/native/engine.c", "fompi/native/chain.c", "fompi/native/kernels.c", "fompi/native/wire.c", "fompi/native/xla.c"],
-    depends=["fompi/native/chain.h", "fompi/native/half.h", "fompi/native/kernels.h", "fompi/native/xla.h"],
+    [f"fompi/native/{name}.c" for name in ("engine", "chain", "kernels", "wire", "xla")],
+    depends=[f"fompi/native/{name}.h" for name in ("chain", "half", "kernels", "xla")],
     extra_compile_args=["-O3", "-ffp-contract=off"],
     py_limited_api=True,
     optional=True,

@@ -59,6 +59,7 @@ COMMANDS = {
     ),
     "explain": Command("fompi.cli.explain", "which schedule is the best, and why"),
     "check": Command("fompi.cli.check", "is a schedule that another system wrote right? (MSCCL)"),
+    "digest": Command("fompi.cli.digest", "at which call do the bits of two numbers of ranks first differ?"),
     "layout": Command("fompi.cli.layout", "the best sizes dp x tp x pp x ep x cp for a model on a machine, on paper"),
     "trace": Command(
         "fompi.cli.trace", "the report and the trace of a job: of the file that FOMPI_REPORT=run.json wrote"

@@ -622,9 +622,11 @@ class Comm(MPI.Intracomm):
             operation.refuse(error, self.communicator)
             raise
         if call is None and self.order != "any" and operation.name in SUMS:
-            error = PlanError(f"{operation.name}: order={self.order}: this op on this type is MPI's, and has no order")
-            operation.refuse(error, self.communicator)
-            raise error
+            refusal = PlanError(
+                f"{operation.name}: order={self.order}: this op on this type is MPI's, and has no order"
+            )
+            operation.refuse(refusal, self.communicator)
+            raise refusal
         if call is None:
             return None
         comm = self.communicator

@@ -550,7 +550,8 @@ class Executor(BoundPlan):
         if recording is not None:
             recording.append(trace)
         if report is not None:
-            report.note(run, trace, extents, self.backend, self.kernels, returned_at=self._returned_at)
+            outputs = {b.name: self._output(i)[0] for i, b in enumerate(self.compiled.outputs)}
+            report.note(run, trace, extents, self.backend, self.kernels, self._returned_at, outputs)
 
     def _note_time(self, run: Run, is_whole: bool | None = None) -> None:
         """Note the time of a call. `is_whole` is what it was when the call ended, if that was earlier."""

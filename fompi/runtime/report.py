@@ -45,6 +45,7 @@ from fompi.plans.plan import Plan
 from fompi.runtime.alignment import read_clocks
 from fompi.runtime.baselines import compute_alone, messages_alone
 from fompi.runtime.compiled import Compiled
+from fompi.runtime.digest import Digests
 from fompi.runtime.program import Run
 from fompi.runtime.report_text import full_text, overlap_warnings, short_text, text
 from fompi.runtime.steps import Steps
@@ -233,6 +234,7 @@ class Report:
         backend: Backend,
         kernels: Kernels | None = None,
         returned_at: float | None = None,
+        outputs: Mapping[str, Any] | None = None,
     ) -> None:
         """A call has finished on this rank. `returned_at` is when `start()` returned to the program, or None."""
         if run.error is not None:
@@ -376,7 +378,9 @@ def mark_update(owner: int) -> None:
         report.mark(report.updates[owner])
 
 
-def of_environment() -> Report | None:
-    """The report that FOMPI_REPORT asks for, or None."""
+def of_environment() -> Report | Digests | None:
+    """The report that FOMPI_REPORT asks for, the digests of FOMPI_DIGEST, or None."""
+    if folder := environment.value("FOMPI_DIGEST"):
+        return Digests(folder)
     target = environment.value("FOMPI_REPORT")
     return None if target == "0" else Report(target)
