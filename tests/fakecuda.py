@@ -24,6 +24,7 @@ from typing import NamedTuple
 import cupy
 import numpy as np
 
+from fompi.backends import chains
 from fompi.backends.cuda.computing import Computing
 from fompi.backends.cuda.counters.announced import GROUP_NUMBERS, GROUP_POINTERS, KernelForm
 from fompi.backends.cuda.counters.signal import WORDS
@@ -263,6 +264,9 @@ GEMM = (
 DTYPES = {0: "float32", 1: "float64", 2: "float16", 4: "complex64", 5: "complex128", 14: "bfloat16"}
 
 
+DTYPES_OF = {name: code for code, name in DTYPES.items()}
+
+
 class Cublas:
     """cuBLAS on host memory, with the operands in the order in which NumPy would have them."""
 
@@ -456,6 +460,20 @@ class FakeLibrary(DeviceLibraries):
             work()
 
         return [launch]
+
+    def chain(self, x, w, y, dtype, leaves, bias, adds):
+        def view(matrix):
+            ptr, *shape = matrix
+            return self._cublas._view(ptr, DTYPES_OF[dtype], *shape)
+
+        def launch(stream):
+            assert self.device.runtime.thread.has_context, "the thread has no context of CUDA"
+            begin = None
+            if bias:
+                begin = self._cublas._view(bias, DTYPES_OF[dtype], 1, y.columns, y.columns, False)[0]
+            chains.product(view(x), view(w), view(y), leaves, begin, adds)
+
+        return launch
 
 
 def device(number=0, **options):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends import half
+from fompi.backends import chains, half
 from fompi.base.layout import HALF, accumulator
 from fompi.tensors import dlpack
 from fompi.tensors.device_array import DeviceArray
@@ -69,6 +69,27 @@ def wide_product(a: Array, b: Array, dtype: str) -> Array:
     if device is None or dtype not in HALF:
         return product(widen(a, dtype), widen(b, dtype))
     return device.multiply(a, b, dtype, accumulator(dtype))
+
+
+def ordered_product(a: Array, b: Array, dtype: str, leaves: int = 1, bias: Array | None = None) -> Array:
+    """a @ b (+ bias) of arrays that hold `dtype`, in the dtype of sums, as in `fompi.backends.chains`."""
+    if place(a) is None:
+        added = None if bias is None else widen(bias, dtype)
+        return chains.product_of(widen(a, dtype), widen(b, dtype), leaves, added)
+    y = empty((*a.shape[:-1], b.shape[1]), accumulator(dtype), a)
+    operands = [a, b] if bias is None else [a, b, bias]
+    name = f"matmul{leaves}" if bias is None else f"matmul{leaves}_bias"
+    launch(name, operands, [y], [dtype] * len(operands), [accumulator(dtype)])
+    return y
+
+
+def ordered_sum(rows: Array) -> Array:
+    """rows.sum(0) of a matrix of float32 or float64, one row after the other."""
+    if place(rows) is None:
+        return chains.sum_of_rows(rows)
+    ones, y = filled((len(rows), 1), rows.dtype, 1, rows), empty((1, rows.shape[1]), rows.dtype, rows)
+    launch("gradient1", [ones, rows], [y], [rows.dtype.name] * 2, [rows.dtype.name])
+    return y[0]
 
 
 def launch(name: str, reads: Any, writes: Any, read_dtypes: Any, write_dtypes: Any) -> None:

@@ -6,10 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from fompi.backends import chains
-from fompi.backends.numbers import contiguous, narrow, place, wide_product, widen
+from fompi.backends.numbers import (
+    contiguous,
+    filled,
+    narrow,
+    ordered_product,
+    ordered_sum,
+    wide_product,
+    widen,
+)
 from fompi.base.errors import LayoutError, PlanError, ShapeError
 from fompi.base.layout import accumulator
 from fompi.base.wires import wire_of
@@ -100,13 +105,13 @@ def _column(
     of this rank's copy. The sum over the ranks is that of `all_reduce`, or of the `row_parallel_linear` that made x.
     `wire` is the form in which messages carry elements, forward and backward (`fompi.base.wires`). `order` is that of
     sums: "ranks", or `Canonical(k)`, with k leaves of the features of all ranks. Then y and all gradients have the same
-    bits on any number of ranks, on the host.
+    bits on any number of ranks.
     Raises ShapeError, DtypeError or PlanError on all ranks, or MismatchError if only other ranks refuse.
     """
 
     def check(comm: Communicator) -> tuple[str, tuple[Tensor, Tensor, Tensor | None]]:
         tensors = _linear_tensors(x, w, bias)
-        _check_order(order, comm, tensors[0], tensors[1].array.shape[1], not sequence_parallel)
+        _check_order(order, comm, tensors[1].array.shape[1], not sequence_parallel)
         if activation == "swiglu" and Canonical.of(order_of(order)):
             raise PlanError(f"order={order}: the two halves of swiglu are cut by ranks: use two layers")
         if activation not in ACTIVATIONS:
@@ -132,12 +137,11 @@ def _column(
 
         group, (tx, tw, tb), _ = enter("column_parallel_linear", comm, check_all)
         dtype = tx.dtype
-        added = None if tb is None else widen(tb.array, dtype)
         if order_of(order) in ORDERS:
             wide = wide_product(tx.array, tw.array, dtype)
-            z = narrow(wide if added is None else wide + added, dtype)
+            z = narrow(wide if tb is None else wide + widen(tb.array, dtype), dtype)
         else:
-            z = narrow(chains.product_of(widen(tx.array, dtype), widen(tw.array, dtype), 1, added), dtype)
+            z = narrow(ordered_product(tx.array, tw.array, dtype, 1, None if tb is None else tb.array), dtype)
     saved = Linear(tx, tw, tb, group, sequence_parallel, counts, z.shape, activation, wire, order_of(order))
     if activation == "none":
         return lent(z, tx), saved
@@ -219,7 +223,7 @@ def _row(
     def check(comm: Communicator) -> tuple[str, tuple[Any, ...]]:
         tensors = _linear_tensors(x, w, bias)
         wire_of(wire, tensors[0].dtype)
-        _check_order(order, comm, tensors[0], len(tensors[1].array), False)
+        _check_order(order, comm, len(tensors[1].array), False)
         rows = len(tensors[0].array)
         if counts is not None and not sequence_parallel:
             raise LayoutError("counts= is for sequence_parallel=True: without it, every rank keeps all rows")
@@ -255,7 +259,7 @@ def _row_backward(saved: Linear, dy: Any) -> Gradients:
     d, options = _row_dy(saved, dy), keywords_of(saved)
     db = _start_shared_sum(saved, d)
     dx, dw = call(all_gather_matmul_weight_gradient, d, saved.w.array.T, saved.x.array, **options)
-    return lent(dx, saved.x), lent(dw, saved.w), _shared_sum(saved, db)
+    return lent(dx, saved.x), lent(dw, saved.w), _shared_sum(saved, db, d)
 
 
 def _row_backward_input(saved: Linear, dy: Any) -> tuple[Gradients, Any]:
@@ -268,40 +272,43 @@ def _row_backward_weight(rest: tuple[Linear, Array]) -> Gradients:
     saved, d = rest
     db = _start_shared_sum(saved, d)
     dw = call(all_gather_weight_gradient, d, saved.x.array, **keywords_of(saved))
-    return lent(contiguous(dw.T), saved.w), _shared_sum(saved, db)
+    return lent(contiguous(dw.T), saved.w), _shared_sum(saved, db, d)
 
 
 def _start_shared_sum(saved: Linear, d: Array) -> Any:
-    """The sum over all rows of all ranks, in flight: the gradient of a bias that all ranks hold."""
-    if saved.bias is None:
+    """The sum over all rows of all ranks, in flight: the gradient of a bias that all ranks hold.
+
+    In an order of leaves it begins later: while d is gathered for the product, it is not gathered again.
+    """
+    if saved.bias is None or saved.leaves:
         return None
-    if saved.leaves:  # the rows of all ranks, one after the other
-        rows = np.ones((sum(saved.counts), *d.shape[1:-1], 1), d.dtype)
-        ones = narrow(rows.astype(accumulator(saved.dtype)), saved.dtype)
-        return start(all_gather_weight_gradient, d, ones, **keywords_of(saved))
     return start_sum(as_rows(widen(d, saved.dtype)).sum(0), accumulator(saved.dtype), saved.comm)
 
 
-def _shared_sum(saved: Linear, pending: Any) -> Any:
+def _shared_sum(saved: Linear, pending: Any, d: Array) -> Any:
     if saved.bias is None:
         return None
-    db = arrived(pending)
-    return lent(db.reshape(-1), saved.bias) if saved.leaves else give(db, saved.bias)
+    if not saved.leaves:
+        return give(arrived(pending), saved.bias)
+    shape = (sum(saved.counts), *d.shape[1:-1], 1)
+    ones = narrow(filled(shape, accumulator(saved.dtype), 1, d), saved.dtype)
+    db = call(all_gather_weight_gradient, d, ones, **keywords_of(saved))  # row after row, whoever has it
+    return lent(db.reshape(-1), saved.bias)
 
 
 def _sum_rows(saved: Linear, d: Array) -> Any:
     if saved.bias is None:
         return None
     rows = as_rows(widen(d, saved.dtype))
-    return give(chains.sum_of_rows(rows) if saved.leaves else rows.sum(0), saved.bias)
+    return give(ordered_sum(rows) if saved.leaves else rows.sum(0), saved.bias)
 
 
 def _product(a: Array, b: Array, dtype: str, leaves: int) -> Array:
     """a @ b in the dtype of sums; with leaves in their order."""
-    return chains.product_of(widen(a, dtype), widen(b, dtype), leaves) if leaves else wide_product(a, b, dtype)
+    return ordered_product(a, b, dtype, leaves) if leaves else wide_product(a, b, dtype)
 
 
-def _check_order(order: Any, comm: Communicator, x: Tensor, features: int, adds_subtrees: bool) -> None:
+def _check_order(order: Any, comm: Communicator, features: int, adds_subtrees: bool) -> None:
     """Raise the error of an order that a layer with so many features on this rank cannot have.
 
     `adds_subtrees`: the features of a rank must be one subtree.
@@ -309,8 +316,6 @@ def _check_order(order: Any, comm: Communicator, x: Tensor, features: int, adds_
     canonical = Canonical.of(order_of(order))
     if canonical is None:
         return
-    if place(x.array) is not None:
-        raise PlanError(f"order={canonical}: layers on a device have no order of leaves yet, only 'ranks'")
     mine, terms = canonical.counts(comm.size)[comm.rank], canonical.subtrees(comm.size)
     if features % mine:
         why = f"rank {comm.rank} has {mine} of {canonical.leaves} leaves, equal parts of its {features} features"

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from cuda_on_cpu import guarded, on_device
 
-from fompi.backends import wires
-from fompi.backends.cuda import kernels
+from fompi.backends import chains, wires
+from fompi.backends.cuda import kernels, products
 from fompi.backends.half import narrow, storage, widen
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import DeviceError, DtypeError, ShapeError
@@ -489,6 +489,26 @@ def test_merge_of_nothing(cpu):
 
 
 # ------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(("m", "k", "n", "leaves"), [(1, 8, 1, 4), (70, 33, 65, 1), (5, 60, 130, 6), (130, 0, 3, 1)])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_products_in_a_fixed_order_have_the_bits_of_the_host(cpu, rng, dtype, m, k, n, leaves):
+    """Also of transposed operands, with a bias, added to what is there, and with few blocks."""
+    x, w, bias = (rng.standard_normal(shape).astype(dtype) for shape in ((m, k), (k, n), (n,)))
+    for begin, adds in ((None, False), (bias, False), (None, leaves == 1)):
+        for a in (x, np.asfortranarray(x)):
+            for b in (w, np.asfortranarray(w)):
+                y = guarded(rng.standard_normal((m, n)).astype(dtype))
+                wanted = y.copy()
+                chains.product(a, b, wanted, leaves, begin, adds)
+                operands = [*map(on_device, (guarded(a.T).T if a.flags.f_contiguous else guarded(a), b, y))]
+                launch = kernels.chain(
+                    *map(products.matrix, operands), dtype, leaves, 0 if begin is None else begin.ctypes.data, adds
+                )
+                if launch.grid[0]:
+                    cpu.run(launch._replace(grid=(min(launch.grid[0], 2),)))
+                assert y.tobytes() == wanted.tobytes()
 
 
 def test_what_is_not_there_is_refused():

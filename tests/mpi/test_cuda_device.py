@@ -244,3 +244,20 @@ def test_ranks_that_use_different_kinds_of_devices(world, device, fakecuda):
         given = fakecuda.as_cupy(device, x) if world.rank else SoftwareDevice(delay=0).array(x)
         with pytest.raises(fompi.MismatchError, match="software device"):
             fompi.all_gather(given, comm=world)
+
+
+@pytest.mark.skipif(MPI.COMM_WORLD.size > 2, reason="more ranks take longer and test nothing new")
+def test_products_in_an_order_of_leaves(world, device, fakecuda):
+    """A device has the bits of the host: of both it is the same chain."""
+    order, k = fompi.Canonical(4), 24 // world.size
+    x, w = (np.random.default_rng(i).standard_normal(shape).astype("f4") for i, shape in enumerate([(9, 24), (24, 5)]))
+    own = slice(world.rank * k, (world.rank + 1) * k)
+    given = [np.ascontiguousarray(a) for a in (x[:, own], w[own])]
+    cupy = [fakecuda.as_cupy(device, a) for a in given]
+    for operation in (fompi.matmul_all_reduce, fompi.matmul_reduce_scatter, fompi.all_gather_matmul):
+        wanted = operation(*given, comm=world, order=order)
+        assert fakecuda.of_cupy(operation(*cupy, comm=world, order=order)).tobytes() == wanted.tobytes()
+    h = np.random.default_rng(7).standard_normal((9 * world.size, 3)).astype("f4")
+    wanted = fompi.all_gather_weight_gradient(given[0], h, comm=world, order="ranks")
+    got = fompi.all_gather_weight_gradient(cupy[0], fakecuda.as_cupy(device, h), comm=world, order="ranks")
+    assert fakecuda.of_cupy(got).tobytes() == wanted.tobytes()

@@ -9,6 +9,7 @@ import pytest
 
 import fompi
 from fompi import Canonical
+from fompi.backends.cuda.software import SoftwareDevice
 from fompi.base.layout import offsets, split
 from fompi.parallel.data import SGD, AdamW, DataParallel
 from fompi.parallel.tensor import column_parallel_linear, row_parallel_linear
@@ -174,3 +175,25 @@ def test_modules_of_torch(world, alone):
     assert micro_batches(world) == micro_batches(alone)
     if world.size != 3:
         assert tensor_parallel(world) == tensor_parallel(alone)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_layers_on_a_device_have_the_bits_of_the_host(world, sequence_parallel):
+    if world.size == 3 and not sequence_parallel:
+        return
+    how, own = {"comm": world, "sequence_parallel": sequence_parallel, "order": ORDER}, run_of(world, 2 * LEAVES)
+    random, device = np.random.default_rng(0), SoftwareDevice(seed=world.rank)
+    w1, b1, w2, b2 = (random.standard_normal(s).astype("f4") for s in ((6, 2 * LEAVES), 2 * LEAVES, (2 * LEAVES, 6), 6))
+    given = [
+        np.ascontiguousarray(a) for a in (random.standard_normal((8, 6)).astype("f4"), w1[:, own], b1[own], w2[own], b2)
+    ]
+
+    def step(x, w1, b1, w2, b2):
+        a, first = column_parallel_linear.forward(x, w1, b1, activation="relu", **how)
+        y, second = row_parallel_linear.forward(a, w2, b2, **how)
+        da, *gradients = row_parallel_linear.backward(second, y)
+        return [y, *column_parallel_linear.backward(first, da), *gradients]
+
+    results = step(*map(device.array, given))
+    assert [r.get().tobytes() for r in results] == [r.tobytes() for r in step(*given)]
+    device.check()

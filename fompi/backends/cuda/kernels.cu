@@ -1,4 +1,5 @@
-// Kernels on device memory, all but products: they move, add, convert, activate, merge, and normalize.
+// Kernels on device memory: they move, add, convert, activate, merge, and normalize. Products are those of cuBLAS, but for
+// those in a fixed order.
 //
 // The file includes nothing, so that NVRTC compiles it without headers. `kernels.py` chooses the function and the
 // arguments of a call. A C++ compiler compiles the same text for the tests: KERNEL and CUDA's names are defined before.
@@ -448,4 +449,70 @@ __device__ void merge(T* c, f32* c_lse, Long rows, Long columns, const T* a, con
   KERNEL(merge_##T, T* c, f32* c_lse, Long rows, Long columns, const T* a, const f32* a_lse, const T* b, \
          const f32* b_lse) { merge(c, c_lse, rows, columns, a, a_lse, b, b_lse); }
 BY_ROWS(f32) BY_ROWS(f16) BY_ROWS(bf16)
+
+// --------------------------------------------------------------------------------------------- products in a fixed order
+
+// As in native/chain.h, with the same bits: y = x @ w, each element a chain of fused multiply-adds in each of `leaves`
+// parts of k, which are added in a tree. The first part begins with the bias, or with y if `adds`. A block computes
+// tiles of 64 x 64, a thread 4 x 4 of one.
+struct ChainSizes { Long m, n, k, leaves, x_step, x_across, w_step, w_across, y_step, adds; };
+
+__device__ float fused(float a, float b, float c) { return fmaf(a, b, c); }
+__device__ double fused(double a, double b, double c) { return fma(a, b, c); }
+
+template <class T> __device__ void chain(const ChainSizes& s, T* y, const T* x, const T* w, const T* bias) {
+  constexpr int SIDE = 64, DEPTH = 16, OWN = 4, LEVELS = 32;
+  __shared__ T left[DEPTH][SIDE], right[DEPTH][SIDE];
+  const int me = int(threadIdx.x), i0 = me / 16 * OWN, j0 = me % 16 * OWN;
+  const Long length = s.k / s.leaves, across = (s.n + SIDE - 1) / SIDE, tiles = (s.m + SIDE - 1) / SIDE * across;
+  for (Long tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const Long row = tile / across * SIDE, column = tile % across * SIDE;
+    T sums[LEVELS][OWN][OWN];
+    Long sizes[LEVELS];
+    int top = 0;
+    for (Long leaf = 0; leaf < s.leaves; leaf++) {
+      T sum[OWN][OWN];
+      for (int i = 0; i < OWN; i++)
+        for (int j = 0; j < OWN; j++) {
+          const bool is_first = leaf == 0 && row + i0 + i < s.m && column + j0 + j < s.n;
+          sum[i][j] = !is_first ? T(0) : s.adds ? y[(row + i0 + i) * s.y_step + column + j0 + j]
+                      : bias            ? bias[column + j0 + j]
+                                        : T(0);
+        }
+      for (Long at = leaf * length; at < (leaf + 1) * length; at += DEPTH) {
+        const int depth = int((leaf + 1) * length - at < DEPTH ? (leaf + 1) * length - at : DEPTH);
+        __syncthreads();  // all threads have used the last blocks
+        for (int e = me; e < DEPTH * SIDE; e += int(blockDim.x)) {
+          const int by_k = e / SIDE, by_side = e % SIDE;  // which is contiguous depends on the operand
+          const int p = s.x_across == 1 ? e % DEPTH : by_k, i = s.x_across == 1 ? e / DEPTH : by_side;
+          const int q = s.w_step == 1 ? e % DEPTH : by_k, j = s.w_step == 1 ? e / DEPTH : by_side;
+          left[p][i] = p < depth && row + i < s.m ? x[(row + i) * s.x_step + (at + p) * s.x_across] : T(0);
+          right[q][j] = q < depth && column + j < s.n ? w[(at + q) * s.w_step + (column + j) * s.w_across] : T(0);
+        }
+        __syncthreads();
+        for (int p = 0; p < depth; p++)
+          for (int i = 0; i < OWN; i++)
+            for (int j = 0; j < OWN; j++) sum[i][j] = fused(left[p][i0 + i], right[p][j0 + j], sum[i][j]);
+      }
+      for (Long size = 1;; size += sizes[top]) {
+        const bool merges = top && (sizes[top - 1] == size || leaf + 1 == s.leaves);
+        if (!merges) {
+          for (int i = 0; i < OWN; i++)
+            for (int j = 0; j < OWN; j++) sums[top][i][j] = sum[i][j];
+          sizes[top++] = size;
+          break;
+        }
+        top--;
+        for (int i = 0; i < OWN; i++)
+          for (int j = 0; j < OWN; j++) sum[i][j] = sums[top][i][j] + sum[i][j];
+      }
+    }
+    for (int i = 0; i < OWN; i++)
+      for (int j = 0; j < OWN; j++)
+        if (row + i0 + i < s.m && column + j0 + j < s.n) y[(row + i0 + i) * s.y_step + column + j0 + j] = sums[0][i][j];
+  }
+}
+
+KERNEL(chain_f32, f32* y, const f32* x, const f32* w, const f32* bias, ChainSizes s) { chain(s, y, x, w, bias); }
+KERNEL(chain_f64, f64* y, const f64* x, const f64* w, const f64* bias, ChainSizes s) { chain(s, y, x, w, bias); }
 #endif

@@ -39,6 +39,7 @@ import numpy as np
 
 from fompi.backends.base import Dtypes
 from fompi.backends.cuda.device import Arrays
+from fompi.backends.cuda.products import Matrix
 from fompi.base.errors import DeviceError, DtypeError, ShapeError
 from fompi.base.wires import RUN, WIDE, WIRES
 from fompi.plans.dependencies import divisor
@@ -68,6 +69,9 @@ FLOATS = ("float32", "float16", "bfloat16")
 
 LAYOUT = np.dtype([("count", "i8"), ("dims", "i8"), ("size", "i8", MOST_DIMS), ("stride", "i8", (3, MOST_DIMS))])
 PIECES = np.dtype([(name, "i8") for name in ("high", "broad", "across", "count", "piece", "row")])
+CHAIN_SIZES = np.dtype(
+    [(name, "i8") for name in ("m", "n", "k", "leaves", "x_step", "x_across", "w_step", "w_across", "y_step", "adds")]
+)
 """The structures of `kernels.cu`."""
 
 
@@ -405,6 +409,23 @@ def _rmsnorm(reads: Arrays, y: DeviceArray, dtypes: Sequence[str], eps: float) -
     function = f"rmsnorm_{TYPES[dtypes[0]]}{'_v' if is_vector else ''}"
     threads = THREADS * matrix.rows * bool(matrix.columns)
     return _launch(function, threads, *args, pointer, is_long, np.float32(eps))
+
+
+CHAIN_SIDE = 64
+"""The rows and columns of a tile of `chain`, as in `kernels.cu`."""
+
+
+def chain(x: Matrix, w: Matrix, y: Matrix, dtype: str, leaves: int = 1, bias: int = 0, adds: bool = False) -> Launch:
+    """y = x @ w (+ bias), or y += x @ w if it `adds`, as `native/chain.h` says it. `bias` is an address, or 0.
+
+    All of them are float32, or float64. The columns of y are contiguous.
+    """
+    sizes, (m, k), n = np.zeros((), CHAIN_SIZES), (x.rows, x.columns), w.columns
+    (x_step, x_across), (w_step, w_across) = ((1, of.stride) if of.is_transposed else (of.stride, 1) for of in (x, w))
+    sizes[...] = (m, n, k, leaves, x_step, x_across, w_step, w_across, y.stride, int(adds))
+    tiles = -(-m // CHAIN_SIDE) * -(-n // CHAIN_SIDE)
+    args = (y.ptr, x.ptr, w.ptr, bias, sizes)
+    return Launch(f"chain_{TYPES[dtype]}", (min(tiles, MOST_BLOCKS),), (THREADS,), args)
 
 
 BY_ROWS: dict[str, Callable[..., list[Launch]]] = {

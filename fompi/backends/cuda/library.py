@@ -164,6 +164,11 @@ class DeviceLibraries:
         kernels = import_module("fompi.backends.cuda.kernels")
         return [self.launch(each) for each in kernels.launches(name, reads, writes, read_dtypes, write_dtypes)]
 
+    def chain(self, x: Matrix, w: Matrix, y: Matrix, dtype: str, leaves: int, bias: int, adds: bool) -> Enqueue:
+        """The product in a fixed order of `fompi.backends.cuda.kernels`."""
+        kernels = import_module("fompi.backends.cuda.kernels")
+        return self.launch(kernels.chain(x, w, y, dtype, leaves, bias, adds))
+
     @property
     def driver(self) -> Any:
         return self._driver if self._driver is not None else self.device.cupy.cuda.driver

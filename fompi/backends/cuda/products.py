@@ -5,6 +5,8 @@
     y = c + x @ w        y += x @ w, where c is y; else y = c before
     g = (g +) a.T @ h    one call for each run of rows; each adds to g
 
+    y = x @ w, in order  one launch of `chain` (`kernels.cu`) for each run of rows, with the bits of the host
+
 Where rows go to experts, each run has a matrix of its own: one call for each run.
 
 Operands of different dtypes are converted to float32. A result of a half type is rounded once: sums of several calls
@@ -21,7 +23,7 @@ from fompi.backends.base import Dtypes
 from fompi.backends.cuda.device import Arrays, Enqueue
 from fompi.base.errors import DtypeError
 from fompi.base.layout import HALF
-from fompi.plans.kernels import GROUPED, find
+from fompi.plans.kernels import GROUPED, chains, find
 from fompi.tensors.device_array import DeviceArray
 
 TYPES = {"float32": 0, "float64": 1, "float16": 2, "complex64": 4, "complex128": 5, "bfloat16": 14}
@@ -113,6 +115,8 @@ def product(
 ) -> ProductKernels:
     """The product `name` of `fompi.plans.kernels` on these arrays."""
     kernel = find(name)
+    if chains(name):
+        return _chain(device, name, reads, writes, read_dtypes, write_dtypes)
     factors = dict.fromkeys(kernel.rows(read_dtypes)[0])
     factors |= dict.fromkeys(kernel.rows(read_dtypes)[1] if kernel.reduces else kernel.wholes(read_dtypes)[:1])
     dtype = next(iter(factors)) if len(factors) == 1 else "float32"
@@ -141,6 +145,45 @@ def product(
         made.multiply(made.matrix(x, of_x), weights[i if is_grouped else 0], target, wide, bool(biases or sums))
         if target is not y:
             made.copy(target, y, wide, dtype)
+    return made
+
+
+def _chain(
+    device: Any, name: str, reads: Arrays, writes: Arrays, read_dtypes: Dtypes, write_dtypes: Dtypes
+) -> ProductKernels:
+    """A product in a fixed order. Half types are converted to float32 before."""
+    all_of = {*read_dtypes, *write_dtypes}
+    if not (all_of <= {*HALF, "float32"} or all_of == {"float64"}):
+        raise DtypeError(f"{name}: there is no product of {' and '.join(sorted(all_of))} in this order")
+    kernel, dtype = find(name), "float64" if "float64" in all_of else "float32"
+    made, groups, wholes = ProductKernels(device, name, dtype), kernel.rows(reads), kernel.wholes(reads)
+    of_rows, of_wholes = kernel.rows(read_dtypes), kernel.wholes(read_dtypes)
+
+    def add(x: Matrix, w: Matrix, y: DeviceArray, leaves: int, bias: int, adds: bool) -> None:
+        if y.size:
+            to = matrix(y)
+            assert to is not None
+            made.steps.append(device.library.chain(x, w, to, dtype, leaves, bias, adds))
+
+    if kernel.reduces:
+        target, wide = made.target(writes[0], write_dtypes[0])
+        for i, (a, h, of_a, of_h) in enumerate(zip(*groups, *of_rows, strict=True)):
+            add(made.matrix(a, of_a).T, made.matrix(h, of_h), target, 1, 0, i > 0)
+        if target is not writes[0]:
+            made.copy(target, writes[0], wide, write_dtypes[0])
+        return made
+    w, begins = made.matrix(wholes[0], of_wholes[0]), 0
+    if wholes[1:]:
+        bias = wholes[1]
+        if of_wholes[1] != dtype or not bias.flags.c_contiguous:
+            bias = made.scratch(bias.shape, dtype)
+            made.copy(wholes[1], bias, of_wholes[1], dtype)
+        begins = bias.ptr
+    for x, of_x, y, of_y in zip(groups[0], of_rows[0], writes, write_dtypes, strict=True):
+        target, wide = made.target(y, of_y)
+        add(made.matrix(x, of_x), w, target, chains(name), begins, False)
+        if target is not y:
+            made.copy(target, y, wide, of_y)
     return made
 
 
