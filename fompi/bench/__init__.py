@@ -22,6 +22,7 @@
 | `train.py`       | suite: steps of a GPT by torch's own classes, over gloo and over fompi                           |
 | `jit.py`         | suite: a call in a program that JAX compiles                                               |
 | `smaller.py`     | suite: messages that carry fewer bits; `smaller_strategies.py`: its strategies             |
+| `order.py`       | suite: what the order of sums costs                                                        |
 | `rivals/`        | what fompi is measured against                                                             |
 
 A suite is a module with `rows(comm, options) -> list[Row]`. This room may import every other room. Nothing of the

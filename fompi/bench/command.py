@@ -19,7 +19,7 @@ EXAMPLE = "{} bench overhead --quick"
 
 SUITES = (
     "collectives", "fused", "papers", "parallel", "step", "ddp", "c10d", "decode", "train", "peers", "planner", "adapt",
-    "overhead", "jit", "smaller",
+    "overhead", "jit", "smaller", "order",
 )  # fmt: skip
 """Each is a module of this room, with `rows(comm, options) -> list[Row]`."""
 
@@ -34,6 +34,7 @@ PRINTED = "-"
 
 WITHOUT_SUMMARY = (
     "collectives", "papers", "parallel", "step", "ddp", "c10d", "decode", "train", "overhead", "jit", "smaller",
+    "order",
 )  # fmt: skip
 """Suites whose rows do not depend on each other: `--row` selects some of them."""
 

@@ -6,37 +6,38 @@
 #include <math.h>
 #include <string.h>
 
-enum { ROWS_OF_BLOCK = 96, BYTES_ACROSS = 4096, DEPTH = 256, FEW_TILES = 6, STEPS = 16 };
+/* A block of sums has so many rows, and columns of so many bytes. */
+enum { ROWS_OF_BLOCK = 384, BYTES_ACROSS = 4096, DEPTH = 256, FEW_TILES = 1, STEPS = 16 };
 
 #define ALWAYS static inline __attribute__((always_inline))
 
 /* tile[i][j]: a chain along k, begun with what the tile holds, or with 0 if it is `fresh`. a is packed column by column,
  * the rows of b are `step` apart. Where there is a sum before, tile is left alone and the chain is added to that. */
-#define TILE(name, target, type, vector, load, store, spread, multiply_add, add, rows, vectors)               \
-    target static void name(                                                                                  \
-        int64_t k, const type *a, const type *b, int64_t step, type *tile, int fresh, type *before) {         \
-        enum { WIDTH = sizeof(vector) / sizeof(type) };                                                        \
-        vector sums[rows][vectors];                                                                            \
-        _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++)                                                \
-            _Pragma("GCC unroll 16") for (int v = 0; v < vectors; v++)                                         \
-                sums[i][v] = fresh ? spread(0) : load(tile + (i * vectors + v) * WIDTH);                       \
-        for (int64_t p = 0; p < k; p++, a += rows, b += step) {                                                \
-            vector of_b[vectors];                                                                              \
-            _Pragma("GCC unroll 16") for (int v = 0; v < vectors; v++) of_b[v] = load(b + v * WIDTH);          \
-            _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++) {                                          \
-                vector of_a = spread(a[i]);                                                                    \
-                _Pragma("GCC unroll 16") for (int v = 0; v < vectors; v++)                                     \
-                    sums[i][v] = multiply_add(of_a, of_b[v], sums[i][v]);                                      \
-            }                                                                                                  \
-        }                                                                                                      \
-        _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++)                                                \
-            _Pragma("GCC unroll 16") for (int v = 0; v < vectors; v++) {                                       \
-                int64_t at = (i * vectors + v) * WIDTH;                                                        \
-                if (before)                                                                                    \
-                    store(before + at, add(load(before + at), sums[i][v]));                                    \
-                else                                                                                           \
-                    store(tile + at, sums[i][v]);                                                              \
-            }                                                                                                  \
+#define TILE(name, target, type, vector, load, store, spread, multiply_add, add, rows, vectors)                        \
+    target static void name(                                                                                           \
+        int64_t k, const type *a, const type *b, int64_t step, type *tile, int fresh, type *before) {                  \
+        enum { WIDTH = sizeof(vector) / sizeof(type) };                                                                \
+        vector sums[rows][vectors];                                                                                    \
+        _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++)                                                        \
+            _Pragma("GCC unroll 16") for (int v = 0; v < vectors; v++)                                                 \
+                sums[i][v] = fresh ? spread(0) : load(tile + (i * vectors + v) * WIDTH);                               \
+        for (int64_t p = 0; p < k; p++, a += rows, b += step) {                                                        \
+            vector of_b[vectors];                                                                                      \
+            _Pragma("GCC unroll 16") for (int v = 0; v < vectors; v++) of_b[v] = load(b + v * WIDTH);                  \
+            _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++) {                                                  \
+                vector of_a = spread(a[i]);                                                                            \
+                _Pragma("GCC unroll 16") for (int v = 0; v < vectors; v++)                                             \
+                    sums[i][v] = multiply_add(of_a, of_b[v], sums[i][v]);                                              \
+            }                                                                                                          \
+        }                                                                                                              \
+        _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++)                                                        \
+            _Pragma("GCC unroll 16") for (int v = 0; v < vectors; v++) {                                               \
+                int64_t at = (i * vectors + v) * WIDTH;                                                                \
+                if (before)                                                                                            \
+                    store(before + at, add(load(before + at), sums[i][v]));                                            \
+                else                                                                                                   \
+                    store(tile + at, sums[i][v]);                                                                      \
+            }                                                                                                          \
     }
 
 #if defined(__x86_64__)
@@ -85,43 +86,50 @@ static int64_t most_sums(int64_t leaves) {
 /* Few rows: w is read where it lies, but for the last columns, which do not fill a tile. */
 static int reads_w(const Product *p, Tiles tiles) { return p->w_across == 1 && p->m <= FEW_TILES * tiles.rows; }
 
+/* With one block of rows each strip of w is packed when it is used, and lies in the nearest cache then. */
+static int has_one_block(int64_t m) { return m <= ROWS_OF_BLOCK; }
+
+static int64_t packed_elements(int64_t m, int64_t n, int64_t k, int64_t most, int columns) {
+    return has_one_block(m) ? (int64_t)columns * DEPTH : up(least(n, most), columns) * k;
+}
+
 int64_t chain_scratch(int32_t is_wide, int64_t m, int64_t n, int64_t k, int64_t leaves) {
     Tiles tiles = tiles_of(is_wide);
-    int64_t width = is_wide ? 8 : 4, rows = up(least(m, ROWS_OF_BLOCK), tiles.rows);
-    int64_t columns = up(least(n, BYTES_ACROSS / width), tiles.columns);
-    return (columns * k + rows * DEPTH + rows * columns * most_sums(leaves)) * width;
+    int64_t width = is_wide ? 8 : 4, most = BYTES_ACROSS / width, rows = up(least(m, ROWS_OF_BLOCK), tiles.rows);
+    int64_t sums = rows * up(least(n, most), tiles.columns) * most_sums(leaves);
+    return (packed_elements(m, n, k, most, tiles.columns) + rows * DEPTH + sums) * width;
 }
 
 /* Packs strips of `strip` columns of a matrix, strip by strip, each row by row, filled with zeros. Its k rows are `step`
  * apart, its n columns `across`. */
-#define PACK(name, type)                                                                                     \
-    ALWAYS void name##_strip(                                                                                \
-        const type *from, int64_t step, int64_t across, int64_t k, int64_t here, int strip, type *to) {      \
-        if (across == 1) {                                                                                   \
-            for (int64_t p = 0; p < k; p++, to += strip, from += step) {                                     \
-                for (int64_t i = 0; i < here; i++) to[i] = from[i];                                          \
-                for (int64_t i = here; i < strip; i++) to[i] = 0;                                            \
-            }                                                                                                \
-            return;                                                                                          \
-        }                                                                                                    \
-        for (int64_t at = 0; at < k; at += STEPS, to += STEPS * strip, from += STEPS * step) {               \
-            int64_t steps = least(STEPS, k - at);                                                            \
-            for (int64_t i = 0; i < here; i++)                                                               \
-                for (int64_t p = 0; p < steps; p++) to[p * strip + i] = from[p * step + i * across];         \
-            for (int64_t i = here; i < strip; i++)                                                           \
-                for (int64_t p = 0; p < steps; p++) to[p * strip + i] = 0;                                   \
-        }                                                                                                    \
-    }                                                                                                        \
-    static void name(const type *from, int64_t step, int64_t across, int64_t k, int64_t n, int strip, type *to) { \
-        for (int64_t j = 0; j < n; j += strip, to += k * strip) {                                            \
-            const type *first = from + j * across;                                                           \
-            switch (least(strip, n - j)) { /* the usual numbers as constants */                              \
-            case 12: name##_strip(first, step, across, k, 12, strip, to); break;                             \
-            case 16: name##_strip(first, step, across, k, 16, strip, to); break;                             \
-            case 32: name##_strip(first, step, across, k, 32, strip, to); break;                             \
-            default: name##_strip(first, step, across, k, least(strip, n - j), strip, to);                   \
-            }                                                                                                \
-        }                                                                                                    \
+#define PACK(name, type)                                                                                               \
+    ALWAYS void name##_strip(                                                                                          \
+        const type *from, int64_t step, int64_t across, int64_t k, int64_t here, int strip, type *to) {                \
+        if (across == 1) {                                                                                             \
+            for (int64_t p = 0; p < k; p++, to += strip, from += step) {                                               \
+                for (int64_t i = 0; i < here; i++) to[i] = from[i];                                                    \
+                for (int64_t i = here; i < strip; i++) to[i] = 0;                                                      \
+            }                                                                                                          \
+            return;                                                                                                    \
+        }                                                                                                              \
+        for (int64_t at = 0; at < k; at += STEPS, to += STEPS * strip, from += STEPS * step) {                         \
+            int64_t steps = least(STEPS, k - at);                                                                      \
+            for (int64_t i = 0; i < here; i++)                                                                         \
+                for (int64_t p = 0; p < steps; p++) to[p * strip + i] = from[p * step + i * across];                   \
+            for (int64_t i = here; i < strip; i++)                                                                     \
+                for (int64_t p = 0; p < steps; p++) to[p * strip + i] = 0;                                             \
+        }                                                                                                              \
+    }                                                                                                                  \
+    static void name(const type *from, int64_t step, int64_t across, int64_t k, int64_t n, int strip, type *to) {      \
+        for (int64_t j = 0; j < n; j += strip, to += k * strip) {                                                      \
+            const type *first = from + j * across;                                                                     \
+            switch (least(strip, n - j)) { /* the usual numbers as constants */                                        \
+            case 12: name##_strip(first, step, across, k, 12, strip, to); break;                                       \
+            case 16: name##_strip(first, step, across, k, 16, strip, to); break;                                       \
+            case 32: name##_strip(first, step, across, k, 32, strip, to); break;                                       \
+            default: name##_strip(first, step, across, k, least(strip, n - j), strip, to);                             \
+            }                                                                                                          \
+        }                                                                                                              \
     }
 
 #define CHAIN(suffix, type)                                                                                            \
@@ -166,10 +174,14 @@ int64_t chain_scratch(int32_t is_wide, int64_t m, int64_t n, int64_t k, int64_t 
             pack_##suffix((const type *)p->x + o->i * p->x_step + at * p->x_across, p->x_across, p->x_step, depth, o->m, \
                           o->tiles.rows, o->a);                                                                        \
             for (int64_t c = 0; c < o->n; c += columns) {                                                              \
+                const type *from = o->w + at * p->w_step + c * p->w_across, *b = o->b;                                 \
                 int is_read = o->reads_w && c + columns <= o->n;                                                       \
-                const type *b = is_read      ? o->w + at * p->w_step + c                                               \
-                                : o->reads_w ? o->b + at * columns                                                     \
-                                             : o->b + c * p->k + at * columns;                                         \
+                if (is_read)                                                                                           \
+                    b = from;                                                                                          \
+                else if (has_one_block(p->m))                                                                          \
+                    pack_##suffix(from, p->w_step, p->w_across, depth, least(columns, o->n - c), o->tiles.columns, o->b); \
+                else                                                                                                   \
+                    b += c * p->k + at * columns;                                                                      \
                 for (int64_t r = 0; r < o->m; r += rows, tile += rows * columns)                                       \
                     o->tiles.suffix(depth, o->a + r * depth, b, is_read ? p->w_step : columns, sums + tile,            \
                                     fresh && at == begin, is_last && before ? before + tile : NULL);                   \
@@ -204,12 +216,12 @@ int64_t chain_scratch(int32_t is_wide, int64_t m, int64_t n, int64_t k, int64_t 
         const int64_t most = BYTES_ACROSS / sizeof(type);                                                              \
         Work_##suffix o = {.p = p, .tiles = tiles_of(sizeof(type) == 8), .b = scratch};                                \
         o.reads_w = reads_w(p, o.tiles);                                                                               \
-        o.a = o.b + up(least(p->n, most), o.tiles.columns) * p->k;                                                     \
+        o.a = o.b + packed_elements(p->m, p->n, p->k, most, o.tiles.columns);                                          \
         o.sums = o.a + up(least(p->m, ROWS_OF_BLOCK), o.tiles.rows) * DEPTH;                                           \
         for (o.j = 0; o.j < p->n; o.j += most) {                                                                       \
             o.n = least(most, p->n - o.j), o.w = (const type *)p->w + o.j * p->w_across;                               \
-            int64_t read = o.reads_w ? o.n / o.tiles.columns * o.tiles.columns : 0;                                    \
-            pack_##suffix(o.w + read * p->w_across, p->w_step, p->w_across, p->k, o.n - read, o.tiles.columns, o.b);   \
+            if (!has_one_block(p->m))                                                                                  \
+                pack_##suffix(o.w, p->w_step, p->w_across, p->k, o.n, o.tiles.columns, o.b);                           \
             for (o.i = 0; o.i < p->m; o.i += ROWS_OF_BLOCK) {                                                          \
                 o.m = least(ROWS_OF_BLOCK, p->m - o.i);                                                                \
                 block_##suffix(&o);                                                                                    \
