@@ -16,7 +16,7 @@ from fompi.engine.communicator import machine_of_environment
 from fompi.model.machine import PRESETS
 from fompi.plans import meaning
 from fompi.plans.plan import grid
-from fompi.plans.problems import ORDERS
+from fompi.plans.problems import order_of
 from fompi.schedules.registry import SCHEDULES
 
 EXAMPLE = "{} plan all_gather_matmul 4096x4096 4096x14336 --ranks 8 --dtype bfloat16"
@@ -51,10 +51,19 @@ def add_problem_arguments(parser: argparse.ArgumentParser, *more_operations: str
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--dtype", default="float32", help="(float32)")
     add_wire_argument(parser)
-    parser.add_argument("--order", choices=ORDERS, default="any", help="in which sums add the terms of the ranks (any)")
+    parser.add_argument(
+        "--order", type=_order, default="any", help="in which sums add: any, ranks, or 'canonical(8)' (any)"
+    )
     parser.add_argument(
         "--load", action="append", default=[], metavar="FILE", help="a Python file that registers schedules of yours"
     )
+
+
+def _order(text: str) -> str:
+    try:
+        return order_of(text)
+    except fompi.PlanError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_schedule_arguments(parser: argparse.ArgumentParser) -> None:

@@ -431,6 +431,21 @@ class Plan:
         problem = self.problem
         return (sizes or self.sizes).extents(rank, self.shares, problem.experts, not problem.multiplies_first)
 
+    @property
+    def subtree_nbytes(self) -> int:
+        """The bytes that all ranks send more than in the order of ranks: of all subtrees of a rank but its first."""
+        if not self.problem.is_split:
+            return 0
+        total = 0
+        for program in self.programs:
+            extents = self.extents(program.rank)
+            for op in program.ops:
+                if isinstance(op, Send) and _FURTHER_TERM.fullmatch(op.chunk.buffer):
+                    buffer = program.buffer(op.chunk.buffer)
+                    counts = extents.counts(buffer.axis)[op.chunk.start - buffer.first : op.chunk.stop - buffer.first]
+                    total += layout.nbytes(buffer.shape_of(sum(counts)), buffer.dtype)
+        return total
+
     def with_program(self, program: Program) -> Plan:
         """The same plan with another program for one rank."""
         programs = tuple(program if p.rank == program.rank else p for p in self.programs)
@@ -612,9 +627,15 @@ def _relative(program: Program) -> list[object]:
     return steps
 
 
+_FURTHER_TERM = re.compile(r"(x|partial)[1-9]\d*")
+"""The buffers of the terms of a rank after its first one, where it has several subtrees of a sum."""
+
+
 def _head(plan: Plan, shown: Sequence[Program]) -> str:
     scratch = max(p.scratch_nbytes(plan.extents(p.rank)) for p in shown)
     paced = "" if plan.window is None else f", window {plan.window}"
     paced += ", custom peer order" if plan.order else ""
+    if more := plan.subtree_nbytes:
+        paced += f", subtrees are {format_nbytes(more)} more to send"
     head = f"{plan.problem} by {plan.schedule}: {plan.size} ranks, {parts_in_words(plan)}{paced}, "
     return head + f"scratch {format_nbytes(scratch)} per rank"
