@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from fompi.base.errors import FompiError
 from fompi.cli.output import UsageError, show_json
-from fompi.runtime.digest import joined
+from fompi.runtime.digest import VARIABLE, joined
 
 EXAMPLE = "{} digest --ranks 1,2,4 train.py --steps 20"
 
@@ -95,7 +95,7 @@ def _start(launcher: Sequence[str], program: Sequence[str], folder: Path, size: 
         old.unlink()
     command = [*launcher, sys.executable, *program]
     try:
-        ended = subprocess.run(command, env={**environ, "FOMPI_DIGEST": str(folder)}, stdout=sys.stderr, check=False)
+        ended = subprocess.run(command, env={**environ, VARIABLE: str(folder)}, stdout=sys.stderr, check=False)
     except FileNotFoundError as error:
         raise UsageError(f"--launcher: {error}") from None
     if ended.returncode:

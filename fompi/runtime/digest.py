@@ -33,6 +33,8 @@ from fompi.traces.trace import Trace
 
 Array = np.ndarray[Any, Any]
 
+VARIABLE = "FOMPI_DIGEST"
+
 MULTIPLIER = 0x9E3779B97F4A7C15
 MASK = (1 << 64) - 1
 CHUNK = 1 << 16

@@ -45,7 +45,7 @@ from fompi.plans.plan import Plan
 from fompi.runtime.alignment import read_clocks
 from fompi.runtime.baselines import compute_alone, messages_alone
 from fompi.runtime.compiled import Compiled
-from fompi.runtime.digest import Digests
+from fompi.runtime.digest import VARIABLE, Digests
 from fompi.runtime.program import Run
 from fompi.runtime.report_text import full_text, overlap_warnings, short_text, text
 from fompi.runtime.steps import Steps
@@ -380,7 +380,7 @@ def mark_update(owner: int) -> None:
 
 def of_environment() -> Report | Digests | None:
     """The report that FOMPI_REPORT asks for, the digests of FOMPI_DIGEST, or None."""
-    if folder := environment.value("FOMPI_DIGEST"):
+    if folder := environment.value(VARIABLE):
         return Digests(folder)
     target = environment.value("FOMPI_REPORT")
     return None if target == "0" else Report(target)
