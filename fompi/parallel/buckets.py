@@ -177,15 +177,6 @@ class Bucket:
             return self.leaves.sums()
         return [filled(self.size, self.wide, 0, self.master) if self.gradient is None else self.gradient]
 
-    def forget_gradient(self, keeps_memory: bool) -> None:
-        """The next step begins."""
-        if self.leaves is not None:
-            self.leaves.forget(keeps_memory)
-        elif not keeps_memory:
-            self.gradient = None
-        elif self.gradient is not None:
-            self.gradient.fill(0)
-
     def own(self, name: str) -> slice:
         """The part of a parameter that this rank owns: a slice of the shard."""
         a, b = (min(max(i, self.begin), self.end) - self.begin for i in self.spans[name])

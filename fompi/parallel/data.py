@@ -705,7 +705,12 @@ class DataParallel:
             if bucket.feedback is not None:
                 bucket.feedback.forget()
             bucket.missing = dict.fromkeys(bucket.names, self.microbatches)
-            bucket.forget_gradient(keeps_memory=self.zero < 2)
+            if bucket.leaves is not None:
+                bucket.leaves.forget(keeps_memory=self.zero < 2)
+            elif self.zero >= 2:
+                bucket.gradient = None
+            elif bucket.gradient is not None:
+                bucket.gradient.fill(0)
         self._used, self._next, self._steps = set(), len(self.buckets) - 1, self._steps + 1
 
     # ---------------------------------------------------------------------------------------- saved, and loaded
