@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 
 import fompi
 from fompi.base import file_checks
-from fompi.cli import plan
+from fompi.cli import check_orders, plan
+from fompi.cli.check_orders import CheckedOrder
 from fompi.cli.output import show_json
 from fompi.foreign import msccl
 from fompi.foreign.algorithm import Algorithm, ScheduleError
 from fompi.foreign.proof import Judgement, check
 from fompi.foreign.translate import plan_of
 from fompi.model.machine import Machine
+from fompi.parallel.order_files import is_order
 
 EXAMPLE = "{} check allreduce_ring.xml --machine h100-nvlink --nbytes 1000000"
 
@@ -38,7 +40,8 @@ class Checked(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="+", metavar="FILE", help="the XML of MSCCL, as RCCL and msccl-tools have it")
+    words = "the XML of MSCCL, as RCCL and msccl-tools have it, or the CSV of torch.distributed.pipelining"
+    parser.add_argument("files", nargs="+", metavar="FILE", help=words)
     plan.add_machine_argument(parser)
     parser.add_argument("--nbytes", type=int, default=1 << 20, help="of the whole tensor, for times and --run (1 MiB)")
     parser.add_argument("--run", action="store_true", help="run it, for mpirun with its number of ranks")
@@ -52,21 +55,28 @@ def run(options: argparse.Namespace) -> int:
         raise fompi.PlanError(f"--nbytes {options.nbytes} must be from 1 to 2**40")
     found = [_checked(file, machine, options.nbytes, options.run) for file in options.files]
     if options.json:
-        show_json([_values(each) for each in found])
+        show_json([each.values() if isinstance(each, CheckedOrder) else _values(each) for each in found])
     else:
-        print("\n".join(_text(each, machine, options.nbytes) for each in found))
+        texts = (
+            each.text() if isinstance(each, CheckedOrder) else _text(each, machine, options.nbytes) for each in found
+        )
+        print("\n".join(texts))
     return int(not all(each.verdict.is_right and "wrong" not in each.run for each in found))
 
 
-def _checked(file: str, machine: Machine, nbytes: int, runs: bool) -> Checked:
+def _checked(file: str, machine: Machine, nbytes: int, runs: bool) -> Checked | CheckedOrder:
     path = Path(file)
     try:
         if not path.is_file():
             raise ScheduleError("no such file")
-        algorithm = msccl.read(file_checks.read(path))
+        content = file_checks.read(path)
+        if is_order(text := content.decode(errors="replace")):
+            return check_orders.checked(file, text, runs)
+        algorithm = msccl.read(content)
         verdict = check(algorithm)
     except (ScheduleError, OSError) as error:
-        raise ScheduleError(f"{file}: {error}") from None
+        words = str(error)
+        raise ScheduleError(words if words.startswith(file) else f"{file}: {words}") from None
     if not verdict.is_right:
         return Checked(file, algorithm, verdict, None, "")
     rows = max(1, nbytes // 4 // algorithm.ranks)

@@ -296,10 +296,11 @@ def _own(schedule: object) -> Orders:
     listed: list[Any] = [*schedule] if isinstance(schedule, Iterable) else [None]
     if any(isinstance(actions, str) or not isinstance(actions, Iterable) for actions in listed):
         raise PlanError(f"an order is a list of actions for each rank, such as [['0F0', '0B0']], not {schedule!r}")
-    return [[*_parsed(rank, actions)] for rank, actions in enumerate(listed)]
+    return [[*read_actions(rank, actions)] for rank, actions in enumerate(listed)]
 
 
-def _parsed(rank: int, actions: Iterable[object]) -> Iterable[Step]:
+def read_actions(rank: int, actions: Iterable[object]) -> Iterable[Step]:
+    """The actions of a rank, given as they are or as texts. Raises PlanError for another text."""
     for number, given in enumerate(actions):
         if isinstance(given, Step):
             yield given
@@ -307,7 +308,7 @@ def _parsed(rank: int, actions: Iterable[object]) -> Iterable[Step]:
         text = "" if given is None else str(given).strip().strip('"')
         both = _BOTH.fullmatch(text)
         if both is not None:
-            yield Both(*parts(_parsed(rank, both.groups())))
+            yield Both(*parts(read_actions(rank, both.groups())))
             continue
         if not text or _LEFT_OUT.fullmatch(text):  # PyTorch writes an empty cell for a step without an action
             continue
