@@ -58,7 +58,7 @@ COMMANDS = {
         "the predicted trace of a plan; `simulate step`: a whole model, with and without overlap",
     ),
     "explain": Command("fompi.cli.explain", "which schedule is the best, and why"),
-    "check": Command("fompi.cli.check", "is a schedule that another system wrote right? (MSCCL)"),
+    "check": Command("fompi.cli.check", "is a schedule that another system wrote right? (MSCCL, torch's pipelines)"),
     "digest": Command("fompi.cli.digest", "at which call do the bits of two numbers of ranks first differ?"),
     "layout": Command("fompi.cli.layout", "the best sizes dp x tp x pp x ep x cp for a model on a machine, on paper"),
     "trace": Command(

@@ -4,6 +4,8 @@
 |---|---|
 | `data` | data parallelism: buckets of gradients that leave during the backward, optimizers, ZeRO 1 to 3 |
 | `pipeline` | pipeline parallelism: orders of micro-batches, and stages that run in such an order |
+| `order_files` | the files of orders that torch writes: are they right? |
+| `leaves` | gradients that are added in a tree over micro-batches; sums that no order changes |
 | `step`, `step_layers` | a whole step as one plan, and the layers of it that a program provides |
 | `step_plan`, `step_problem` | this plan: gathers, stages, layers with their messages, sums, updates; what is right |
 | `slots` | buffers of a plan that are used again |
