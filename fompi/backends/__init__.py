@@ -11,5 +11,6 @@
 | `numba` | sums and copies of large bfloat16 arrays, compiled; used by `numpy` without C, if Numba is installed |
 | `emulated` | an accelerator without hardware: its kernels take modelled time and no CPU time |
 
-May import `base`, `plans`, `traces`, `model`, `tensors` and `native`, never `schedules` or `planner`. Only `numba` imports Numba.
+May import `base`, `plans`, `traces`, `model`, `tensors` and `native`, never `schedules` or `planner`. Only `numba`
+imports Numba.
 """
