@@ -15,7 +15,7 @@ import numpy as np
 
 from fompi.backends.half import storage
 from fompi.backends.numbers import for_numpy, narrow, place, stored
-from fompi.base.errors import DeviceError, DtypeError, ShapeError, TensorError
+from fompi.base.errors import DeviceError, DtypeError, PlanError, ShapeError, TensorError
 from fompi.base.layout import CARRIERS, HALF
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import begin_agreement
@@ -25,6 +25,8 @@ from fompi.ops.operations import all_reduce
 from fompi.ops.pending import Pending
 from fompi.parallel import section
 from fompi.parallel.turns import give_way, in_turn, is_in_turns
+from fompi.plans.problems import order_of
+from fompi.plans.tree import Canonical
 from fompi.runtime.default_device import default_device, upload
 from fompi.tensors import dlpack
 from fompi.tensors.device_array import DeviceArray
@@ -181,9 +183,42 @@ def same_bits(comm: Communicator) -> str:
     return "ring" if comm.network else "direct"
 
 
-def start_sum(array: Array, dtype: str, comm: Communicator, wire: str | None = None) -> Pending:
-    """The sum over all ranks of what they hold alike, in flight. All ranks get the same bits."""
+def start_sum(array: Array, dtype: str, comm: Communicator, wire: str | None = None, order: str = "any") -> Pending:
+    """The sum over all ranks of what they hold alike, in flight. All ranks get the same bits.
+
+    Where the result has an order of leaves, each rank has one term here.
+    """
+    if order != "any":
+        return start(all_reduce, array, dtype=dtype, comm=comm, wire=wire, order=order)
     return start(all_reduce, array, dtype=dtype, comm=comm, schedule=same_bits(comm), wire=wire)
+
+
+def order_of_gradients(order: str) -> str:
+    """The order of sums over the losses of the ranks, where `order` is that of a strategy."""
+    return order if order == "any" else "ranks"
+
+
+def check_leaves(order: Any, comm: Communicator, features: int, adds_subtrees: bool) -> None:
+    """Raise the error of an order that a strategy with so many features on this rank cannot have.
+
+    `adds_subtrees`: the features of a rank must be one subtree.
+    """
+    canonical = Canonical.of(order_of(order))
+    if canonical is None:
+        return
+    mine, terms = canonical.counts(comm.size)[comm.rank], canonical.subtrees(comm.size)
+    if features % mine:
+        why = f"rank {comm.rank} has {mine} of {canonical.leaves} leaves, equal parts of its {features} features"
+        raise ShapeError(f"order={canonical}: {why}, which {mine} does not divide")
+    if adds_subtrees and max(map(len, terms)) > 1:
+        why = f"ranks have several subtrees, because {canonical.leaves} / {comm.size} is no power of two"
+        raise PlanError(f"order={canonical}: {why}: choose another order, or sequence_parallel=True")
+
+
+def leaves_of(order: str, comm: Communicator) -> int:
+    """How many leaves this rank has, if the order has leaves; else 0."""
+    canonical = Canonical.of(order)
+    return 0 if canonical is None else canonical.counts(comm.size)[comm.rank]
 
 
 def transfer(

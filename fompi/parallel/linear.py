@@ -36,12 +36,15 @@ from fompi.parallel.arrays import (
     begin,
     borrow,
     call,
+    check_leaves,
     enter,
     enter_backward,
     give,
     in_words,
     keywords_of,
+    leaves_of,
     lent,
+    order_of_gradients,
     same_bits,
     start,
     start_sum,
@@ -80,8 +83,7 @@ class Linear:
     @property
     def leaves(self) -> int:
         """How many leaves this rank has of a sum over features, if it has an order of leaves; else 0."""
-        canonical = Canonical.of(self.order)
-        return 0 if canonical is None else canonical.counts(self.comm.size)[self.comm.rank]
+        return leaves_of(self.order, self.comm)
 
 
 def _column(
@@ -111,7 +113,7 @@ def _column(
 
     def check(comm: Communicator) -> tuple[str, tuple[Tensor, Tensor, Tensor | None]]:
         tensors = _linear_tensors(x, w, bias)
-        _check_order(order, comm, tensors[1].array.shape[1], not sequence_parallel)
+        check_leaves(order, comm, tensors[1].array.shape[1], not sequence_parallel)
         if activation == "swiglu" and Canonical.of(order_of(order)):
             raise PlanError(f"order={order}: the two halves of swiglu are cut by ranks: use two layers")
         if activation not in ACTIVATIONS:
@@ -223,7 +225,7 @@ def _row(
     def check(comm: Communicator) -> tuple[str, tuple[Any, ...]]:
         tensors = _linear_tensors(x, w, bias)
         wire_of(wire, tensors[0].dtype)
-        _check_order(order, comm, len(tensors[1].array), False)
+        check_leaves(order, comm, len(tensors[1].array), False)
         rows = len(tensors[0].array)
         if counts is not None and not sequence_parallel:
             raise LayoutError("counts= is for sequence_parallel=True: without it, every rank keeps all rows")
@@ -248,9 +250,7 @@ def _row_dy(saved: Linear, dy: Any) -> Array:
     given = enter_backward("row_parallel_linear", saved, dy)
     if saved.sequence_parallel:
         return given
-    how = keywords_of(saved)
-    if saved.leaves:  # each rank has one term, which its leaves are in
-        how["order"] = "ranks"
+    how = {**keywords_of(saved), "order": order_of_gradients(saved.order)}
     scattered: Array = call(reduce_scatter, given, counts=saved.counts, **how)
     return scattered
 
@@ -282,7 +282,8 @@ def _start_shared_sum(saved: Linear, d: Array) -> Any:
     """
     if saved.bias is None or saved.leaves:
         return None
-    return start_sum(as_rows(widen(d, saved.dtype)).sum(0), accumulator(saved.dtype), saved.comm)
+    rows, order = as_rows(widen(d, saved.dtype)), order_of_gradients(saved.order)
+    return start_sum(rows.sum(0), accumulator(saved.dtype), saved.comm, order=order)
 
 
 def _shared_sum(saved: Linear, pending: Any, d: Array) -> Any:
@@ -306,23 +307,6 @@ def _sum_rows(saved: Linear, d: Array) -> Any:
 def _product(a: Array, b: Array, dtype: str, leaves: int) -> Array:
     """a @ b in the dtype of sums; with leaves in their order."""
     return ordered_product(a, b, dtype, leaves) if leaves else wide_product(a, b, dtype)
-
-
-def _check_order(order: Any, comm: Communicator, features: int, adds_subtrees: bool) -> None:
-    """Raise the error of an order that a layer with so many features on this rank cannot have.
-
-    `adds_subtrees`: the features of a rank must be one subtree.
-    """
-    canonical = Canonical.of(order_of(order))
-    if canonical is None:
-        return
-    mine, terms = canonical.counts(comm.size)[comm.rank], canonical.subtrees(comm.size)
-    if features % mine:
-        why = f"rank {comm.rank} has {mine} of {canonical.leaves} leaves, equal parts of its {features} features"
-        raise ShapeError(f"order={canonical}: {why}, which {mine} does not divide")
-    if adds_subtrees and max(map(len, terms)) > 1:
-        why = f"ranks have several subtrees, because {canonical.leaves} / {comm.size} is no power of two"
-        raise PlanError(f"order={canonical}: {why}: choose another order, or sequence_parallel=True")
 
 
 def _linear_tensors(x: Any, w: Any, bias: Any) -> tuple[Tensor, Tensor, Tensor | None]:

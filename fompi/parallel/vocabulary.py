@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.numbers import filled, narrow, place, widen
+from fompi.backends.numbers import filled, narrow, ordered_product, place, widen
 from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import accumulator, integer, number
 from fompi.base.wires import wire_of
@@ -22,16 +22,20 @@ from fompi.parallel.arrays import (
     borrow,
     borrow_integers,
     call,
+    check_leaves,
     enter,
     enter_backward,
     give,
     in_words,
     keywords_of,
+    leaves_of,
     lent,
+    order_of_gradients,
     start_sum,
     zeros,
 )
 from fompi.parallel.differentiable import Differentiable, Gradients
+from fompi.plans.problems import order_of
 from fompi.plans.rows import counts_of
 from fompi.tensors.dlpack import Tensor
 
@@ -48,6 +52,7 @@ class Embedding:
     sequence_parallel: bool
     shape: tuple[int, ...]
     wire: str | None
+    order: str = "any"
 
     @property
     def dtype(self) -> str:
@@ -66,13 +71,15 @@ def _embedding(
     sequence_parallel: bool = True,
     counts: Sequence[int] | None = None,
     wire: str | None = None,
+    order: Any = "any",
 ) -> tuple[Any, Embedding]:
     """y = reduce_scatter(all rows of the table [tokens], counts)
 
     tokens: (all rows, ...), integers, the same on all ranks. table: (rows of this rank, n): each rank has a part of the
     vocabulary, in the order of the ranks, of any size. y: (rows of this rank, ..., n), Shard(0). `counts` is the number
     of rows that each rank keeps, by default as even as possible. With `sequence_parallel=False` y has all rows. `wire`
-    is the form in which messages carry elements, forward and backward (`fompi.base.wires`).
+    is the form in which messages carry elements, forward and backward (`fompi.base.wires`). `order` is that of the
+    sums of gradients over the ranks. The forward adds zeros to one row: all numbers of ranks have the same bits.
 
     Only the table has a gradient. Raises LayoutError for tokens that are not in the vocabulary. On a device, where the
     host does not read tokens, y is NaN for them.
@@ -86,10 +93,11 @@ def _embedding(
         if counts is not None and not sequence_parallel:
             raise LayoutError("counts= is for sequence_parallel=True: without it, every rank keeps all rows")
         wire_of(wire, tt.dtype)
+        check_leaves(order, comm, 0, False)
         rows = len(numbers)
         kept = list(counts_of("vocab_parallel_embedding", counts, rows, comm.size, "the rows"))
         text = f"{tt.dtype}, tokens {numbers.shape} {_checksum(numbers)}, n={tt.array.shape[1]}, rows {kept}"
-        text += f", {sequence_parallel=}" + in_words(wire)
+        text += f", {sequence_parallel=}" + in_words(wire, order_of(order))
         return text, len(tt.array), (numbers, tt, kept)
 
     group, (numbers, tt, kept), parts = enter("vocab_parallel_embedding", comm, check)
@@ -108,7 +116,8 @@ def _embedding(
         y = call(reduce_scatter, y, counts=kept, dtype=tt.dtype, comm=group, wire=wire)
     else:
         y = arrived(start_sum(y, tt.dtype, group, wire))
-    return lent(y, tt), Embedding(tt, local, ours, len(numbers), group, sequence_parallel, y.shape, wire)
+    saved = Embedding(tt, local, ours, len(numbers), group, sequence_parallel, y.shape, wire, order_of(order))
+    return lent(y, tt), saved
 
 
 def _ours(numbers: Array, parts: Sequence[int], rank: int) -> tuple[Array, Array]:
@@ -123,7 +132,7 @@ def _embedding_backward(saved: Embedding, dy: Any) -> Gradients:
     if saved.sequence_parallel:
         full = call(all_gather, given, **keywords_of(saved))
     else:
-        full = arrived(start_sum(given, saved.dtype, saved.comm, saved.wire))
+        full = arrived(start_sum(given, saved.dtype, saved.comm, saved.wire, order_of_gradients(saved.order)))
     wide = widen(full, saved.dtype)
     gradient = zeros(saved.comm, saved.table.array.shape, wide.dtype, wide)
     if len(gradient):
@@ -159,6 +168,7 @@ class CrossEntropy:
     kept: Array  # False for the rows whose target is ignored
     comm: Communicator
     shape: tuple[int, ...]
+    order: str = "any"
 
     @property
     def dtype(self) -> str:
@@ -170,13 +180,20 @@ class CrossEntropy:
 
 
 def _cross_entropy(
-    logits: Any, targets: Any, *, comm: Any = None, label_smoothing: float = 0.0, ignore_index: int = -100
+    logits: Any,
+    targets: Any,
+    *,
+    comm: Any = None,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    order: Any = "any",
 ) -> tuple[Any, CrossEntropy]:
     """losses = -log(softmax(all logits of a row))[target], for each row; 0 where target == ignore_index
 
     logits: (all rows, ..., vocabulary of this rank), Shard(-1). targets: (all rows, ...), integers, the same on all
     ranks. losses: (all rows, ...), Replicate; float32 for half types. `label_smoothing` and `ignore_index` are as in
     torch with reduction="none": a row that is ignored has no gradient. For a mean, divide by the rows that count.
+    `order` is that of sums: "ranks", or `Canonical(k)`, with k leaves of the vocabulary of all ranks.
 
     Gradients are those of the sum of the losses of all ranks. A loss that all ranks compute alike counts once per rank:
     divide it by `comm.size`. Raises LayoutError for targets that are not in the vocabulary. On a device, where the host
@@ -195,7 +212,9 @@ def _cross_entropy(
             raise LayoutError(f"label_smoothing={label_smoothing!r} must be a number from 0 to 1")
         if integer(ignore_index) is None:
             raise LayoutError(f"ignore_index={ignore_index!r} must be an integer")
+        check_leaves(order, comm, tl.array.shape[-1], True)
         text = f"{tl.dtype}, targets {numbers.shape} {_checksum(numbers)}, {label_smoothing=}, {ignore_index=}"
+        text += in_words(None, order_of(order))
         return text, tl.array.shape[-1], (tl, numbers)
 
     group, (tl, numbers), parts = enter("vocab_parallel_cross_entropy", comm, check)
@@ -212,24 +231,33 @@ def _cross_entropy(
     local, ours = _ours(numbers, parts, group.rank)
     ours = ours & kept
     terms = zeros(group, (3, len(z)), dtype, z)
-    terms[0] = e.sum(1)
+    leaves = leaves_of(order_of(order), group)
+    terms[0] = _sum_of_features(e, leaves)
     if z.shape[1]:
         terms[1] = np.where(ours, np.take_along_axis(z, local[:, None], 1)[:, 0], z.dtype.type(0))
     if label_smoothing:
-        terms[2] = z.sum(1)
-    total, chosen, sums = arrived(start_sum(terms, dtype, group))
+        terms[2] = _sum_of_features(z, leaves)
+    total, chosen, sums = arrived(start_sum(terms, dtype, group, order=order_of(order)))
     losses = np.log(total) - (1 - label_smoothing) * chosen - label_smoothing / max(vocabulary, 1) * sums
     losses = np.where(kept, losses, losses.dtype.type(0))
     if place(z) is not None:
         losses = np.where(kept & ((numbers < 0) | (numbers >= vocabulary)), losses.dtype.type(np.nan), losses)
     shape = tl.array.shape[:-1]
-    saved = CrossEntropy(tl, e / total[:, None], local, ours, label_smoothing, vocabulary, kept, group, shape)
+    of_row = e / total[:, None], local, ours
+    saved = CrossEntropy(tl, *of_row, label_smoothing, vocabulary, kept, group, shape, order_of(order))
     return lent(losses.astype(dtype, copy=False).reshape(shape), tl, dtype), saved
+
+
+def _sum_of_features(a: Array, leaves: int) -> Array:
+    """a.sum(1) of a matrix; with leaves in their order."""
+    if not leaves:
+        return a.sum(1)
+    return ordered_product(a, filled((a.shape[1], 1), a.dtype, 1, a), a.dtype.name, leaves)[:, 0]
 
 
 def _cross_entropy_backward(saved: CrossEntropy, dlosses: Any) -> Gradients:
     given = enter_backward("vocab_parallel_cross_entropy", saved, dlosses)
-    summed = arrived(start_sum(given, saved.dtype, saved.comm)).reshape(-1, 1)
+    summed = arrived(start_sum(given, saved.dtype, saved.comm, order=order_of_gradients(saved.order))).reshape(-1, 1)
     d = saved.probabilities - saved.probabilities.dtype.type(saved.smoothing / max(saved.vocabulary, 1))
     if d.shape[1]:
         at = saved.local[:, None]

@@ -144,13 +144,13 @@ def mean_of(count: int, value: Value) -> Value:
     return ((f"mean{count}", (value,)),)
 
 
-IN_ORDER = {"add": "+", "max": "max in order", "min": "min in order", "prod": "* in order"}
+ORDERED_PAIRS = {"add": "+", "max": "max in order", "min": "min in order", "prod": "* in order"}
 """The names of terms that keep the order of their two operands, by the kernel that has combined these."""
 
 
-def in_order(op: str, a: Value, b: Value) -> Value:
+def ordered_pair(op: str, a: Value, b: Value) -> Value:
     """a op b, as one term that keeps the order: where a sum must be a certain tree (`fompi.plans.tree`)."""
-    return ((IN_ORDER[REDUCTIONS[op]], (a, b)),)
+    return ((ORDERED_PAIRS[REDUCTIONS[op]], (a, b)),)
 
 
 def is_opaque(term: Term) -> bool:
@@ -379,9 +379,9 @@ def evaluate(
 
     `at` is the place of the op: (rank, op). `keeps_order`: what combines two terms keeps their order.
     """
-    if keeps_order and (op.kernel in IN_ORDER or divisor(op.kernel)):
+    if keeps_order and (op.kernel in ORDERED_PAIRS or divisor(op.kernel)):
         a, b = ([value for chunk in chunks for value in read(chunk)] for chunks in find(op.kernel).rows(op.reads))
-        return [_combined_in_order(op.kernel, *pair) for pair in zip(a, b, strict=True)]
+        return [_ordered_pair_of(op.kernel, *pair) for pair in zip(a, b, strict=True)]
     if op.kernel in ENCODE:
         return [rounded(value, at) for chunk in op.reads for value in read(chunk)]
     kernel = find(op.kernel)
@@ -395,9 +395,9 @@ def evaluate(
     return [kernel.meaning(*row, *whole) for row in zip(*groups, strict=True)]
 
 
-def _combined_in_order(kernel: str, a: Value, b: Value) -> Value:
+def _ordered_pair_of(kernel: str, a: Value, b: Value) -> Value:
     count = divisor(kernel)
-    whole: Value = ((IN_ORDER["add" if count else kernel], (a, b)),)
+    whole: Value = ((ORDERED_PAIRS["add" if count else kernel], (a, b)),)
     return mean_of(count, whole) if count else whole
 
 

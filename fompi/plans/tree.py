@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from fompi.base.errors import PlanError
 from fompi.base.layout import offsets, split
-from fompi.plans.kernels import Value, in_order, mean_of
+from fompi.plans.kernels import Value, mean_of, ordered_pair
 
 T = TypeVar("T")
 
@@ -106,5 +106,5 @@ class Canonical:
 
 def reduced_in_order(op: str, values: Sequence[Value], sizes: Sequence[int] = ()) -> Value:
     """The reduction of all `values` by `op` (`kernels.REDUCTIONS`), in the order of the tree (`folded`)."""
-    whole = folded(values, lambda a, b: in_order(op, a, b), sizes)
+    whole = folded(values, lambda a, b: ordered_pair(op, a, b), sizes)
     return mean_of(len(values), whole) if op == "mean" and len(values) > 1 else whole

@@ -37,8 +37,8 @@ from fompi.plans.kernels import (
     DECODE_ADD,
     ENCODE,
     GROUPED,
-    IN_ORDER,
     MOVES,
+    ORDERED_PAIRS,
     Term,
     Value,
     aligned,
@@ -549,7 +549,7 @@ def _sum_of(value: Value) -> str:
 
 def _spell(term: object) -> str:
     """The text of a term: 'x[5] of rank 2' for ('x', 2, 5)."""
-    if isinstance(term, tuple) and len(term) == 2 and term[0] in IN_ORDER.values():
+    if isinstance(term, tuple) and len(term) == 2 and term[0] in ORDERED_PAIRS.values():
         a, b = map(_sum_of, term[1])
         return f"({a} {term[0]} {b})"
     if isinstance(term, tuple) and is_opaque(term):

@@ -10,8 +10,8 @@ the parts of this rank. `full_state_dict` and `load_full_state_dict` have the na
 
 Gradients are those of the sum of the losses of all ranks. A parameter of these modules that several ranks hold gets the
 sum over its holders. `wire` is the form in which messages carry elements, forward and backward (`fompi.base.wires`);
-sums over the holders of a parameter travel as they are. `order` is that of the sums of linear layers: "ranks", or
-`fompi.Canonical(k)`, with the same bits on any number of ranks.
+sums over the holders of a parameter travel as they are. `order` is that of the sums of linear layers and embeddings:
+"ranks", or `fompi.Canonical(k)`, with the same bits on any number of ranks.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class ColumnParallelLinear(Sharded):
     ):
         factory = {"device": device, "dtype": dtype}
         sizes = {"in_features": in_features, "out_features": out_features}
-        how = {"sequence_parallel": sequence_parallel, "wire": wire, **in_order(order)}
+        how = {"sequence_parallel": sequence_parallel, "wire": wire, **order_option(order)}
         options = {"bias": bool(bias), "activation": activation, **how}
         check = partial(check_activation, activation, out_features)
         super().__init__(enter_module("ColumnParallelLinear", comm, factory, sizes, options, check))
@@ -160,7 +160,7 @@ class RowParallelLinear(Sharded):
         factory = {"device": device, "dtype": dtype}
         sizes = {"in_features": in_features, "out_features": out_features}
         options = {"bias": bool(bias), "sequence_parallel": sequence_parallel, "wire": wire}
-        options |= in_order(order) | ({} if reduce else {"reduce": False})
+        options |= order_option(order) | ({} if reduce else {"reduce": False})
         super().__init__(enter_module("RowParallelLinear", comm, factory, sizes, options, check))
         self.reduce = bool(reduce)
         self.in_features, self.out_features = in_features, out_features
@@ -184,7 +184,7 @@ class RowParallelLinear(Sharded):
         )
 
 
-def in_order(order: Any) -> dict[str, Any]:
+def order_option(order: Any) -> dict[str, Any]:
     """The order of sums among the options that the ranks compare."""
     return {} if order == "any" else {"order": str(order)}
 
@@ -438,27 +438,30 @@ class VocabParallelEmbedding(Sharded):
         comm: Any = None,
         sequence_parallel: bool = True,
         wire: str | None = None,
+        order: Any = "any",
         device: Any = None,
         dtype: Any = None,
     ):
         sizes = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
         factory = {"device": device, "dtype": dtype}
-        options = {"sequence_parallel": sequence_parallel, "wire": wire}
+        options = {"sequence_parallel": sequence_parallel, "wire": wire, **order_option(order)}
         super().__init__(enter_module("VocabParallelEmbedding", comm, factory, sizes, options))
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.sequence_parallel, self.wire = sequence_parallel, wire
+        self.sequence_parallel, self.wire, self.order = sequence_parallel, wire, order
         runs = runs_of(split(num_embeddings, self.comm.size))
         self.draw("weight", PartLayout((num_embeddings, embedding_dim), 0, runs), init.normal_, factory)
 
     def forward(self, tokens: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         how: dict[str, Any] = {"sequence_parallel": self.sequence_parallel, "counts": counts, "wire": self.wire}
+        how["order"] = self.order
         y: torch.Tensor = tensor.vocab_parallel_embedding(tokens, self.weight, comm=self.comm, **how)
         return y
 
     def extra_repr(self) -> str:
         return (
             f"num_embeddings={self.num_embeddings} ({self.on_rank(len(self.weight))}), "
-            f"embedding_dim={self.embedding_dim}, sequence_parallel={self.sequence_parallel}{in_words(self.wire)}"
+            f"embedding_dim={self.embedding_dim}, sequence_parallel={self.sequence_parallel}"
+            f"{in_words(self.wire, str(self.order))}"
         )
 
 

@@ -12,7 +12,12 @@ from fompi import Canonical
 from fompi.backends.cuda.software import SoftwareDevice
 from fompi.base.layout import offsets, split
 from fompi.parallel.data import SGD, AdamW, DataParallel
-from fompi.parallel.tensor import column_parallel_linear, row_parallel_linear
+from fompi.parallel.tensor import (
+    column_parallel_linear,
+    row_parallel_linear,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_embedding,
+)
 
 pytestmark = pytest.mark.ranks(mpich=[2, 3, 4, 8], openmpi=[2, 3])
 
@@ -122,6 +127,35 @@ def test_tensor_parallel_mlp(world, alone, sequence_parallel, activation):
             mlp(world, sequence_parallel, activation, dtype)
         return
     assert mlp(world, sequence_parallel, activation, dtype) == mlp(alone, True, activation, dtype)
+
+
+def language_model(comm, steps=10):
+    """(losses, parameters) of an embedding, a layer to the vocabulary, and the loss of it."""
+    start, n, vocabulary, rows = np.random.default_rng(0), 6, 5 * LEAVES, 23
+    table, w = (start.standard_normal(shape).astype("f4") for shape in ((vocabulary, n), (n, vocabulary)))
+    own, how, losses = run_of(comm, vocabulary), {"comm": comm, "order": ORDER}, []
+    table, w = table[own].copy(), w[:, own].copy()
+    for step in range(steps):
+        tokens, targets = np.random.default_rng([step, 9]).integers(0, vocabulary, (2, rows))
+        targets[3] = -100
+        x, first = vocab_parallel_embedding.forward(tokens, table, sequence_parallel=False, **how)
+        z, second = column_parallel_linear.forward(x, w, sequence_parallel=False, **how)
+        loss, third = vocab_parallel_cross_entropy.forward(z, targets, label_smoothing=0.1, **how)
+        losses.append(loss.tobytes())
+        (dz,) = vocab_parallel_cross_entropy.backward(third, np.full(rows, 1 / comm.size, "f4"))
+        dx, dw, _ = column_parallel_linear.backward(second, dz)
+        (dtable,) = vocab_parallel_embedding.backward(first, dx)
+        table -= np.float32(0.1) * dtable
+        w -= np.float32(0.1) * dw
+    return [*losses, *(fompi.all_gather(np.ascontiguousarray(p), comm=comm).tobytes() for p in (table, w.T))]
+
+
+def test_the_loss_of_a_vocabulary(world, alone):
+    if world.size == 3:
+        with pytest.raises(fompi.PlanError, match="is no power of two"):
+            language_model(world)
+        return
+    assert language_model(world) == language_model(alone)
 
 
 def test_words(world):
