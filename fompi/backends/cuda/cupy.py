@@ -7,7 +7,8 @@
   (`Pool`).
 * An event that is polled gives 0 (done), 600 (not yet), or an error. The error of a kernel stays: the device refuses
   everything after it, because CUDA does.
-* Products are computed by cuBLAS, on one handle. All other kernels are those of `fompi.backends.cuda.kernels`.
+* Products are computed by cuBLAS, on one handle, but for those in a fixed order. These and all other kernels are those
+  of `fompi.backends.cuda.kernels`.
 
 CUDA says what it means of several GPUs by the current device of a thread: `use` sets it where a call needs it.
 """
