@@ -90,7 +90,7 @@ class Digests:
     """The digests of this process, one line for each result in FOLDER/rank-R.jsonl."""
 
     def __init__(self, folder: str):
-        self.rank, self.size = world()
+        self.rank, _ = world()
         self.process = os.getpid()
         Path(folder).mkdir(parents=True, exist_ok=True)
         self.file = (Path(folder) / f"rank-{self.rank}.jsonl").open("w")
