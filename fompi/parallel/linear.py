@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from fompi.backends.numbers import (
     contiguous,
     filled,
@@ -52,7 +54,6 @@ from fompi.parallel.arrays import (
 from fompi.parallel.differentiable import Differentiable, Gradients
 from fompi.plans.problems import ORDERS, order_of
 from fompi.plans.rows import counts_of
-from fompi.plans.tree import Canonical
 from fompi.tensors.dlpack import Tensor
 
 
@@ -107,15 +108,14 @@ def _column(
     of this rank's copy. The sum over the ranks is that of `all_reduce`, or of the `row_parallel_linear` that made x.
     `wire` is the form in which messages carry elements, forward and backward (`fompi.base.wires`). `order` is that of
     sums: "ranks", or `Canonical(k)`, with k leaves of the features of all ranks. Then y and all gradients have the same
-    bits on any number of ranks.
+    bits on any number of ranks. With swiglu a leaf has a part of the first half, and the same part of the second.
     Raises ShapeError, DtypeError or PlanError on all ranks, or MismatchError if only other ranks refuse.
     """
 
     def check(comm: Communicator) -> tuple[str, tuple[Tensor, Tensor, Tensor | None]]:
         tensors = _linear_tensors(x, w, bias)
-        check_leaves(order, comm, tensors[1].array.shape[1], not sequence_parallel)
-        if activation == "swiglu" and Canonical.of(order_of(order)):
-            raise PlanError(f"order={order}: the two halves of swiglu are cut by ranks: use two layers")
+        halves = 2 if activation == "swiglu" else 1
+        check_leaves(order, comm, tensors[1].array.shape[1] // halves, not sequence_parallel)
         if activation not in ACTIVATIONS:
             raise PlanError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
         wire_of(wire, tensors[0].dtype)
@@ -167,7 +167,7 @@ def _column_backward(saved: Linear, dy: Any) -> Gradients:
     if not saved.sequence_parallel:
         return _local_dx(saved, dz), *_local_dw(saved, dz)
     dw = start(all_gather_weight_gradient, saved.x.array, dz, **options)  # one travels while the other multiplies
-    dx = start(matmul_reduce_scatter, dz, saved.w.array.T, counts=saved.counts, **options)
+    dx = start(matmul_reduce_scatter, *_leaf_by_leaf(saved, dz), counts=saved.counts, **options)
     db = _sum_rows(saved, dz)
     return lent(arrived(dx), saved.x), lent(arrived(dw), saved.w), db
 
@@ -176,7 +176,7 @@ def _column_backward_input(saved: Linear, dy: Any) -> tuple[Gradients, Any]:
     dz = _column_dz(saved, dy)
     if not saved.sequence_parallel:
         return (_local_dx(saved, dz),), (saved, dz)
-    dx = call(matmul_reduce_scatter, dz, saved.w.array.T, counts=saved.counts, **keywords_of(saved))
+    dx = call(matmul_reduce_scatter, *_leaf_by_leaf(saved, dz), counts=saved.counts, **keywords_of(saved))
     return (lent(dx, saved.x),), (saved, dz)
 
 
@@ -189,7 +189,20 @@ def _column_backward_weight(rest: tuple[Linear, Array]) -> Gradients:
 
 
 def _local_dx(saved: Linear, dz: Array) -> Any:
-    return give(_product(dz, saved.w.array.T, saved.dtype, saved.leaves), saved.x)
+    return give(_product(*_leaf_by_leaf(saved, dz), saved.dtype, saved.leaves), saved.x)
+
+
+def _leaf_by_leaf(saved: Linear, dz: Array) -> tuple[Array, Array]:
+    """The gradient of z and w.T, whose product is that of x. Leaves of swiglu lie beside each other: (gate, up), ..."""
+    w = saved.w.array
+    if not saved.leaves or saved.activation != "swiglu":
+        return dz, w.T
+
+    def leaves(a: Array) -> Array:
+        parts = a.reshape(*a.shape[:-1], 2, saved.leaves, a.shape[-1] // (2 * saved.leaves))
+        return contiguous(np.swapaxes(parts, -3, -2)).reshape(a.shape)
+
+    return leaves(dz), leaves(w).T
 
 
 def _local_dw(saved: Linear, dz: Array) -> Gradients:

@@ -91,15 +91,18 @@ def test_without_an_order_the_bits_differ(world, alone):
 
 
 def mlp(comm, sequence_parallel, activation, dtype, steps=20):
-    """(losses, parameters): y = row(column(x)), a tensor-parallel MLP."""
+    """(losses, gradients of x, parameters): y = row(column(x)), a tensor-parallel MLP."""
     start, n, h, rows = np.random.default_rng(0), 24, 9 * LEAVES, 29
-    scale = np.dtype(dtype).type(0.2)
-    whole = [start.standard_normal(shape).astype(dtype) * scale for shape in ((n, h), (h,), (h, n), (n,))]
+    scale, halves = np.dtype(dtype).type(0.2), 2 if activation == "swiglu" else 1
+    shapes = ((n, halves, h), (halves, h), (h, n), (n,))
+    whole = [start.standard_normal(shape).astype(dtype) * scale for shape in shapes]
     own = run_of(comm, h)
-    w1, b1, w2, b2 = (a.copy() for a in (whole[0][:, own], whole[1][own], whole[2][own], whole[3]))
+    w1, b1 = whole[0][..., own].reshape(n, -1).copy(), whole[1][:, own].reshape(-1).copy()
+    w2, b2 = whole[2][own].copy(), whole[3]
     ends = offsets(split(rows, comm.size))
     here = slice(*ends[comm.rank : comm.rank + 2]) if sequence_parallel else slice(None)
     how, losses = {"comm": comm, "sequence_parallel": sequence_parallel, "order": ORDER}, []
+    gradients: list[bytes] = []  # of x
     for step in range(steps):
         random = np.random.default_rng([step, 5])
         x, target = (random.standard_normal((rows, n)).astype(dtype) for _ in "xt")
@@ -111,14 +114,17 @@ def mlp(comm, sequence_parallel, activation, dtype, steps=20):
         if not sequence_parallel:
             d = d / np.dtype(dtype).type(comm.size)  # gradients are those of the sum of the losses of all ranks
         da, dw2, db2 = row_parallel_linear.backward(second, d)
-        _, dw1, db1 = column_parallel_linear.backward(first, da)
+        dx, dw1, db1 = column_parallel_linear.backward(first, da)
+        gathered = fompi.all_gather(dx, comm=comm) if sequence_parallel else fompi.all_reduce(dx, comm=comm, order=ORDER)
+        gradients.append(gathered.tobytes())
         for p, g in ((w1, dw1), (b1, db1), (w2, dw2), (b2, db2)):
             p -= np.dtype(dtype).type(0.1) * g
-    parts = [fompi.all_gather(np.ascontiguousarray(p), comm=comm) for p in (w1.T, b1, w2)]
-    return [np.array(losses).tobytes(), *(p.tobytes() for p in (*parts, b2))]
+    columns = (*w1.reshape(n * halves, -1), *b1.reshape(halves, -1), *w2.T)  # of all features of h
+    parts = [fompi.all_gather(p.copy(), comm=comm) for p in columns]
+    return [np.array(losses).tobytes(), *gradients, *(p.tobytes() for p in (*parts, b2))]
 
 
-@pytest.mark.parametrize("activation", ["none", "relu", "gelu", "silu"])
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu", "silu", "swiglu"])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_tensor_parallel_mlp(world, alone, sequence_parallel, activation):
     dtype = "float64" if activation == "silu" else "float32"
@@ -160,8 +166,8 @@ def test_the_loss_of_a_vocabulary(world, alone):
 
 def test_words(world):
     x, w = np.ones((4, 6), "f4"), np.ones((6, 6 * len(range(LEAVES)[run_of(world)])), "f4")
-    with pytest.raises(fompi.PlanError, match="the two halves of swiglu"):
-        column_parallel_linear(x, w, activation="swiglu", comm=world, order=ORDER)
+    with pytest.raises(fompi.ShapeError, match="equal parts of its 3 features"):  # of each half
+        column_parallel_linear(x, w[:, :6], activation="swiglu", comm=world, order=Canonical(2 * world.size))
     with pytest.raises(fompi.ShapeError, match="2 does not divide"):
         column_parallel_linear(x, np.ones((6, 3), "f4"), comm=world, order=Canonical(2 * world.size))
     with pytest.raises(fompi.PlanError, match="must be one of 'any', 'ranks'"):
@@ -211,19 +217,20 @@ def test_modules_of_torch(world, alone):
         assert tensor_parallel(world) == tensor_parallel(alone)
 
 
+@pytest.mark.parametrize("activation", ["relu", "swiglu"])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_layers_on_a_device_have_the_bits_of_the_host(world, sequence_parallel):
+def test_layers_on_a_device_have_the_bits_of_the_host(world, sequence_parallel, activation):
     if world.size == 3 and not sequence_parallel:
         return
     how, own = {"comm": world, "sequence_parallel": sequence_parallel, "order": ORDER}, run_of(world, 2 * LEAVES)
     random, device = np.random.default_rng(0), SoftwareDevice(seed=world.rank)
-    w1, b1, w2, b2 = (random.standard_normal(s).astype("f4") for s in ((6, 2 * LEAVES), 2 * LEAVES, (2 * LEAVES, 6), 6))
-    given = [
-        np.ascontiguousarray(a) for a in (random.standard_normal((8, 6)).astype("f4"), w1[:, own], b1[own], w2[own], b2)
-    ]
+    n, halves = 2 * LEAVES, 2 if activation == "swiglu" else 1
+    shapes = ((8, 6), (6, halves, n), (halves, n), (n, 6), 6)
+    x, w1, b1, w2, b2 = (random.standard_normal(s).astype("f4") for s in shapes)
+    given = [x, w1[..., own].reshape(6, -1), b1[:, own].reshape(-1), np.ascontiguousarray(w2[own]), b2]
 
     def step(x, w1, b1, w2, b2):
-        a, first = column_parallel_linear.forward(x, w1, b1, activation="relu", **how)
+        a, first = column_parallel_linear.forward(x, w1, b1, activation=activation, **how)
         y, second = row_parallel_linear.forward(a, w2, b2, **how)
         da, *gradients = row_parallel_linear.backward(second, y)
         return [y, *column_parallel_linear.backward(first, da), *gradients]
