@@ -32,17 +32,20 @@ from fompi.parallel.arrays import (
     begin,
     borrow,
     borrow_gradient,
+    check_leaves,
     enter,
     give,
     in_words,
     lent,
     memory,
+    order_of_gradients,
     same_bits,
     start,
     start_sum,
     zeros,
 )
 from fompi.parallel.differentiable import Differentiable, Gradients
+from fompi.plans.problems import order_of
 from fompi.tensors.dlpack import Tensor
 
 LEAST_NBYTES = 256 << 10
@@ -60,6 +63,7 @@ class Normed:
     sharded: bool
     counts: Sequence[int]  # the rows of the residual on each rank
     wire: str | None
+    order: str
     r: Array
     inverse: Array
 
@@ -81,6 +85,7 @@ def _sum_and_norm(
     comm: Any = None,
     sharded: bool = False,
     wire: str | None = None,
+    order: Any = "any",
 ) -> tuple[tuple[Any, Any], Normed]:
     """r = residual + all_reduce(x); y = r / sqrt(mean(r**2, the last dimension) + eps) * weight
 
@@ -89,7 +94,9 @@ def _sum_and_norm(
     n), Replicate. With `sharded` each row is normed by one rank, and the residual never travels. `wire` is the form in
     which messages carry elements, forward and backward (`fompi.base.wires`).
 
-    Gradients are those of the sum of the losses of all ranks. That of the weight is summed over them, in float32.
+    `order` is that of the sum: "ranks", or `Canonical(k)` where each rank has one subtree of the leaves. Then y and r
+    have the same bits on any number of ranks. Gradients are those of the sum of the losses of all ranks, so with any
+    order they are summed in that of the ranks. That of the weight is summed over them, in float32.
     Raises ShapeError, DtypeError or LayoutError on all ranks, or MismatchError if only other ranks refuse.
     """
 
@@ -105,7 +112,8 @@ def _sum_and_norm(
         if (number(eps) or -1) < 0:
             raise LayoutError(f"eps={eps!r} must be a number > 0")
         wire_of(wire, tx.dtype)
-        return f"of all_reduce_rmsnorm, x {tx.array.shape}, {eps=}, {sharded=}{in_words(wire)}", (
+        check_leaves(order, comm, 0, True)
+        return f"of all_reduce_rmsnorm, x {tx.array.shape}, {eps=}, {sharded=}{in_words(wire, order_of(order))}", (
             tx,
             tr,
             tw,
@@ -123,9 +131,10 @@ def _sum_and_norm(
         inverse[at] = 1 / np.sqrt(np.mean(np.square(r[at]), -1, keepdims=True) + r.dtype.type(eps))
         return narrow(r[at] * inverse[at] * scale, dtype)
 
-    moves = _Halves(group, rows, tx.array.shape, tx.array.nbytes, sharded, dtype, wire)
+    name = order_of(order)
+    moves = _Halves(group, rows, tx.array.shape, tx.array.nbytes, sharded, dtype, wire, name)
     y = moves.there_and_back(tx.array, norm, text)
-    saved = Normed(tx, tr, tw, group, sharded, rows, wire, r, inverse)
+    saved = Normed(tx, tr, tw, group, sharded, rows, wire, name, r, inverse)
     return (lent(y, tx), give(r, tr)), saved
 
 
@@ -141,9 +150,11 @@ class _Halves:
         sharded: bool,
         dtype: str,
         wire: str | None,
+        order: str,
     ):
         self.comm, self.sharded, self.shape, self.dtype = comm, sharded, shape, dtype
         self.how: dict[str, Any] = {"dtype": dtype, "comm": comm, "wire": wire}
+        self.order = order
         self.count = 2 if nbytes >= LEAST_NBYTES and comm.size > 1 else 1
         self.cuts = [offsets(split(n, self.count)) for n in rows]  # of the rows of each rank
         self.first = offsets(rows) if sharded else [0] * len(rows)  # where they begin among all
@@ -161,10 +172,12 @@ class _Halves:
         """The sum of the rows of this half: all of them, or those that this rank keeps. `begins` starts it."""
         if not self.sharded:
             part = contiguous(x[self.own(half)])
-            return begins(all_reduce, part, schedule=same_bits(self.comm), **self.how)
+            how = {"schedule": same_bits(self.comm)} if self.order == "any" else {"order": self.order}
+            return begins(all_reduce, part, **how, **self.how)
         runs = [self.rows_of(half, rank) for rank in range(self.comm.size)]
         packed = np.concatenate([x[run] for run in runs]) if self.count > 1 else x
-        return begins(reduce_scatter, packed, counts=[run.stop - run.start for run in runs], **self.how)
+        counts = [run.stop - run.start for run in runs]
+        return begins(reduce_scatter, packed, counts=counts, order=self.order, **self.how)
 
     def there_and_back(self, x: Array, work: Any, text: str | None = None) -> Array:
         """work(own rows, their sum), gathered: of all rows. With a `text` the ranks begin here, and compare it."""
@@ -213,19 +226,19 @@ def _backward(saved: Normed, given: Any) -> Gradients:
         g[at] = inner * saved.inverse[at] + widen(dr[at], dtype)
         return narrow(g[at], dtype)
 
-    rows = saved.counts
-    moves = _Halves(group, rows, shape, saved.x.array.nbytes, saved.sharded, dtype, saved.wire)
+    rows, order = saved.counts, order_of_gradients(saved.order)
+    moves = _Halves(group, rows, shape, saved.x.array.nbytes, saved.sharded, dtype, saved.wire, order)
     if saved.sharded:
         dx = moves.there_and_back(dy, back)
     else:
         sums = []
         for half in range(moves.count):  # the sum of one half moves while the other one is computed
             at = moves.own(half)
-            sums.append(start_sum(back(at, dy[at]), dtype, group, saved.wire))
+            sums.append(start_sum(back(at, dy[at]), dtype, group, saved.wire, order))
         dx = memory(group, shape, dy.dtype, dy)
         for half, pending in enumerate(sums):
             dx[moves.own(half)] = arrived(pending)
-    total = arrived(start_sum(dweight, wide, group))
+    total = arrived(start_sum(dweight, wide, group, order=order))
     return lent(dx, saved.x), give(g, saved.residual), give(total, saved.weight)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.nn import init
 
-from fompi.base.errors import LayoutError
+from fompi.base.errors import LayoutError, PlanError
 from fompi.base.layout import split
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_reduce
@@ -32,6 +32,7 @@ from fompi.parallel import expert, tensor
 from fompi.parallel.arrays import in_words, same_bits
 from fompi.parallel.attention import check_heads
 from fompi.parallel.choices import check_choice
+from fompi.plans.problems import ORDERS, order_of
 from fompi.torch.checkpoint import clip_grad_norm_, full_state_dict, load_full_state_dict, replicated
 from fompi.torch.sharded import (
     PartLayout,
@@ -156,6 +157,8 @@ class RowParallelLinear(Sharded):
         def check() -> None:
             if bias and not reduce:
                 raise LayoutError("reduce=False leaves the sum to others, and a bias would be in it once per rank")
+            if not reduce and order_of(order) not in ORDERS:
+                raise PlanError(f"order={order}: with reduce=False the product is that of torch, without leaves")
 
         factory = {"device": device, "dtype": dtype}
         sizes = {"in_features": in_features, "out_features": out_features}
@@ -308,6 +311,7 @@ class AllReduceRMSNorm(_Norm):
 
     x: (rows, ..., features), the term of this rank. residual and r: the same rows on all ranks, or with `sharded` those
     of this rank, Shard(0). y: all rows. weight: (features,), the same on all ranks; its gradient is summed over them.
+    `order` is that of the sum (`fompi.parallel.tensor.all_reduce_rmsnorm`).
 
     Creating one is collective; the errors are those of `ColumnParallelLinear`.
     """
@@ -319,15 +323,16 @@ class AllReduceRMSNorm(_Norm):
         *,
         sharded: bool = False,
         wire: str | None = None,
+        order: Any = "any",
         comm: Any = None,
         device: Any = None,
         dtype: Any = None,
     ):
         super().__init__(features, eps, ("weight",), comm, device, dtype)
-        self.sharded, self.wire = bool(sharded), wire
+        self.sharded, self.wire, self.order = bool(sharded), wire, order
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        how: dict[str, Any] = {"eps": self.eps, "sharded": self.sharded, "wire": self.wire}
+        how: dict[str, Any] = {"eps": self.eps, "sharded": self.sharded, "wire": self.wire, "order": self.order}
         y, r = tensor.all_reduce_rmsnorm(x, residual, self.weight, comm=self.comm, **how)
         return y, r
 

@@ -13,6 +13,7 @@ from fompi.backends.cuda.software import SoftwareDevice
 from fompi.base.layout import offsets, split
 from fompi.parallel.data import SGD, AdamW, DataParallel
 from fompi.parallel.tensor import (
+    all_reduce_rmsnorm,
     column_parallel_linear,
     row_parallel_linear,
     vocab_parallel_cross_entropy,
@@ -115,7 +116,9 @@ def mlp(comm, sequence_parallel, activation, dtype, steps=20):
             d = d / np.dtype(dtype).type(comm.size)  # gradients are those of the sum of the losses of all ranks
         da, dw2, db2 = row_parallel_linear.backward(second, d)
         dx, dw1, db1 = column_parallel_linear.backward(first, da)
-        gathered = fompi.all_gather(dx, comm=comm) if sequence_parallel else fompi.all_reduce(dx, comm=comm, order=ORDER)
+        gathered = (
+            fompi.all_gather(dx, comm=comm) if sequence_parallel else fompi.all_reduce(dx, comm=comm, order=ORDER)
+        )
         gradients.append(gathered.tobytes())
         for p, g in ((w1, dw1), (b1, db1), (w2, dw2), (b2, db2)):
             p -= np.dtype(dtype).type(0.1) * g
@@ -133,6 +136,32 @@ def test_tensor_parallel_mlp(world, alone, sequence_parallel, activation):
             mlp(world, sequence_parallel, activation, dtype)
         return
     assert mlp(world, sequence_parallel, activation, dtype) == mlp(alone, True, activation, dtype)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("rows", [7, 300])
+def test_sum_and_norm(world, alone, rows, sharded):
+    leaves = np.random.default_rng(0).standard_normal((LEAVES, rows, 256)).astype("f4")
+    residual, weight = (
+        np.random.default_rng(i).standard_normal(s).astype("f4") for i, s in ((1, (rows, 256)), (2, 256))
+    )
+
+    def tree(terms):
+        half = len(terms) // 2
+        return tree(terms[:half]) + tree(terms[half:]) if half else terms[0]
+
+    def of(comm):
+        ends = offsets(split(rows, comm.size))
+        own = slice(*ends[comm.rank : comm.rank + 2]) if sharded else slice(None)
+        x, how = tree(leaves[run_of(comm)]), {"comm": comm, "order": ORDER, "sharded": sharded}
+        y, r = all_reduce_rmsnorm(x, residual[own].copy(), weight, **how)
+        return y.tobytes(), (fompi.all_gather(r, comm=comm) if sharded else r).tobytes()
+
+    if world.size == 3:
+        with pytest.raises(fompi.PlanError, match="is no power of two"):
+            of(world)
+        return
+    assert of(world) == of(alone)
 
 
 def language_model(comm, steps=10):

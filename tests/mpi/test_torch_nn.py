@@ -312,7 +312,7 @@ def test_a_sum_with_a_norm(world, sharded):
     scale = torch.nn.RMSNorm(6, 1e-6)
     up = nn.ColumnParallelLinear(6, 10, bias=False, sequence_parallel=False, comm=world)
     down = nn.RowParallelLinear(10, 6, bias=False, reduce=False, comm=world)
-    norm = nn.AllReduceRMSNorm(6, sharded=sharded, comm=world)
+    norm = nn.AllReduceRMSNorm(6, sharded=sharded, order="ranks", comm=world)
     parts = torch.nn.Sequential(up, down)
     load_full_state_dict(parts, whole.state_dict())
     x, mine = torch.linspace(-1, 1, 42).view(7, 6).sin(), rows(world) if sharded else slice(7)
@@ -328,6 +328,8 @@ def test_a_sum_with_a_norm(world, sharded):
     close(norm.weight.grad, scale.weight.grad)
     with pytest.raises(fompi.LayoutError, match="a bias would be in it"):
         nn.RowParallelLinear(10, 6, reduce=False, comm=world)
+    with pytest.raises(fompi.PlanError, match="is that of torch, without leaves"):
+        nn.RowParallelLinear(10, 6, bias=False, reduce=False, order=fompi.Canonical(8), comm=world)
 
 
 def test_the_counts_of_experts(world):
