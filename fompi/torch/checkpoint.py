@@ -7,6 +7,7 @@ from contextlib import suppress
 from math import sqrt
 from typing import Any
 
+import numpy as np
 import torch
 
 from fompi.base.errors import LayoutError, ShapeError, TensorError
@@ -17,7 +18,9 @@ from fompi.parallel import section
 from fompi.parallel.arrays import same_bits
 from fompi.parallel.buckets import clip_factor
 from fompi.parallel.data import agree_everywhere
+from fompi.parallel.leaves import exact_sums
 from fompi.parallel.section import in_section
+from fompi.plans.problems import ORDERS, order_of
 from fompi.torch.sharded import PartLayout, Sharded
 
 MOST_NAMED = 8
@@ -175,6 +178,7 @@ def clip_grad_norm_(module: torch.nn.Module, max_norm: float) -> torch.Tensor:
 
     What several ranks hold counts once. Gradients of other modules count on each rank as they are: they must be the
     same on all ranks. A norm that is NaN makes all gradients NaN, as in torch. Collective; the same norm on all ranks.
+    If a module has an order of leaves, the sum of squares is exact: its bits do not depend on the number of ranks.
     Raises LayoutError if `max_norm` is no number of at least 0, and MismatchError if it is not the same on all ranks.
     """
     layouts, most = layouts_of(module), float("nan")
@@ -187,22 +191,37 @@ def clip_grad_norm_(module: torch.nn.Module, max_norm: float) -> torch.Tensor:
         _check_parts(dict(_gradients(module)), layouts)
 
     _agree(f"clip_grad_norm_ with max_norm={most}", module, layouts, check)
-    sums = dict.fromkeys((comm for comm, _ in layouts.values()), 0.0)
+    exact = any(isinstance(m, Sharded) and order_of(m.order) not in ORDERS for m in module.modules())
+    parts: dict[Communicator, list[tuple[PartLayout, torch.Tensor]]] = {comm: [] for comm, _ in layouts.values()}
     total, gradients = 0.0, []
     for name, gradient in _gradients(module):
         gradients.append(gradient)
         if name in layouts:
             comm, layout = layouts[name]
-            sums[comm] += layout.sum_of_squares(gradient, comm)
+            parts[comm].append((layout, gradient))
         else:
             total += float(gradient.double().square().sum())
-    for comm, square in sums.items():
-        total += float(all_reduce(torch.tensor([square], dtype=torch.float64), comm=comm, schedule=same_bits(comm)))
+    for comm, own in parts.items():
+        total += _sum_of_squares(own, comm, exact)
     norm = torch.tensor(sqrt(total), dtype=torch.float64)
     factor = clip_factor(float(norm), most)
     for gradient in gradients:
         gradient.mul_(factor)
     return norm
+
+
+def _sum_of_squares(parts: list[tuple[PartLayout, torch.Tensor]], comm: Communicator, exact: bool) -> float:
+    """The sum of the squares of the full tensors that have these parts here. Exact: whoever holds what."""
+    if exact:
+        greatest = np.zeros(1)
+        for layout, part in parts:
+            greatest = np.maximum(greatest, layout.squares(part, comm.rank).cpu().numpy().max(initial=0.0))  # NaN stays
+        greatest = all_reduce(greatest, op="max", comm=comm)
+        squares = (layout.squares(part, comm.rank).cpu().numpy() for layout, part in parts)
+        sums = exact_sums(squares, float(greatest[0]))
+    else:
+        sums = np.array([sum((float(layout.squares(part, comm.rank).sum()) for layout, part in parts), 0.0)])
+    return float(all_reduce(sums, comm=comm, schedule=same_bits(comm)).sum())
 
 
 def _gradients(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,26 +10,27 @@ the parts of this rank. `full_state_dict` and `load_full_state_dict` have the na
 
 Gradients are those of the sum of the losses of all ranks. A parameter of these modules that several ranks hold gets the
 sum over its holders. `wire` is the form in which messages carry elements, forward and backward (`fompi.base.wires`);
-sums over the holders of a parameter travel as they are. `order` is that of the sums of linear layers and embeddings:
-"ranks", or `fompi.Canonical(k)`, with the same bits on any number of ranks.
+sums over the holders of a parameter travel as they are. `order` is that of the sums of linear layers, embeddings and
+norms: "ranks", or `fompi.Canonical(k)`, with the same bits on any number of ranks (`examples/same_bits.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import sqrt
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.nn import init
 
-from fompi.base.errors import LayoutError, PlanError
+from fompi.base.errors import LayoutError, PlanError, ShapeError
 from fompi.base.layout import split
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_reduce
 from fompi.parallel import expert, tensor
-from fompi.parallel.arrays import in_words, same_bits
+from fompi.parallel.arrays import in_words, leaves_of, same_bits
 from fompi.parallel.attention import check_heads
 from fompi.parallel.choices import check_choice
 from fompi.plans.problems import ORDERS, order_of
@@ -173,7 +174,7 @@ class RowParallelLinear(Sharded):
 
     def forward(self, x: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         if not self.reduce:
-            return torch.nn.functional.linear(x, self.weight)
+            return F.linear(x, self.weight)
         how: dict[str, Any] = {"sequence_parallel": self.sequence_parallel, "counts": counts, "wire": self.wire}
         how["order"] = self.order
         y: torch.Tensor = tensor.row_parallel_linear(x, self.weight.T, self.bias, comm=self.comm, **how)
@@ -208,23 +209,31 @@ def _draw_linear(
 
 
 class _Summed(torch.autograd.Function):
-    """The tensors themselves. Their gradients are summed over a communicator, in one message for those of a dtype."""
+    """The tensors themselves, once for each leaf of this rank, or once. Their gradients are summed over a communicator.
+
+    Those of a dtype travel in one message.
+    """
 
     @staticmethod
-    def forward(ctx: Any, comm: Communicator, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.comm = comm
-        return tuple(t.view_as(t) for t in tensors)
+    def forward(ctx: Any, comm: Communicator, order: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.comm, ctx.order, ctx.copies = comm, order, leaves_of(order, comm) or 1
+        return tuple(t.view_as(t) for _ in range(ctx.copies) for t in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        sums: list[torch.Tensor] = list(gradients)
-        for dtype in dict.fromkeys(g.dtype for g in gradients):
-            numbers = [i for i, g in enumerate(gradients) if g.dtype == dtype]
-            flat = torch.cat([gradients[i].reshape(-1) for i in numbers])
-            total = all_reduce(flat, comm=ctx.comm, schedule=same_bits(ctx.comm))
-            for i, part in zip(numbers, total.split([gradients[i].numel() for i in numbers]), strict=True):
-                sums[i] = part.view_as(gradients[i])
-        return None, *sums
+        count = len(gradients) // ctx.copies
+        sums: list[torch.Tensor] = list(gradients[:count])
+        how = {"schedule": same_bits(ctx.comm)} if ctx.order == "any" else {"order": ctx.order}
+        for dtype in dict.fromkeys(g.dtype for g in sums):
+            numbers = [i for i, g in enumerate(sums) if g.dtype == dtype]
+            terms = [
+                torch.cat([gradients[first + i].reshape(-1) for i in numbers])
+                for first in range(0, len(gradients), count)
+            ]
+            total = all_reduce(terms if ctx.order not in ORDERS else terms[0], comm=ctx.comm, **how)
+            for i, part in zip(numbers, total.split([sums[i].numel() for i in numbers]), strict=True):
+                sums[i] = part.view_as(sums[i])
+        return None, None, *sums
 
 
 def sum_gradients(*tensors: torch.Tensor, comm: Any = None) -> tuple[torch.Tensor, ...]:
@@ -238,31 +247,49 @@ def sum_gradients(*tensors: torch.Tensor, comm: Any = None) -> tuple[torch.Tenso
             return x * scale
     """
     group = Communicator.of(comm)
-    return tensors if group.size == 1 else _Summed.apply(group, *tensors)
+    return tensors if group.size == 1 else _Summed.apply(group, "any", *tensors)
 
 
 class _Norm(Sharded):
     """A norm over the features of each row, with parameters that every rank holds."""
 
-    def __init__(self, features: int, eps: float, names: Sequence[str], comm: Any, device: Any, dtype: Any):
+    def __init__(
+        self, features: int, eps: float, names: Sequence[str], comm: Any, device: Any, dtype: Any, order: Any = "any"
+    ):
         factory = {"device": device, "dtype": dtype}
-        kind = type(self).__name__
-        super().__init__(
-            enter_module(kind, comm, factory, {"features": features}, {"eps": eps, "parameters": [*names]})
-        )
-        self.features, self.eps = features, eps
+        options = {"eps": eps, "parameters": [*names], **order_option(order)}
+        super().__init__(enter_module(type(self).__name__, comm, factory, {"features": features}, options))
+        self.features, self.eps, self.order = features, eps, order
         for name in names:
             self.draw(name, PartLayout((features,)), init.ones_ if name == "weight" else init.zeros_, factory)
 
     def extra_repr(self) -> str:
-        return f"features={self.features}, eps={self.eps}, {' and '.join(self.layouts)} on all {self.comm.size} ranks"
+        words = f"features={self.features}, eps={self.eps}, {' and '.join(self.layouts)} on all {self.comm.size} ranks"
+        return words + in_words(None, str(self.order))
+
+    def normed(self, x: torch.Tensor, norm: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """norm(x, the parameters), whose gradients are summed over the ranks; with leaves, leaf by leaf."""
+        parameters, order = [getattr(self, name) for name in self.layouts], order_of(self.order)
+        leaves = leaves_of(order, self.comm)
+        if not leaves and self.comm.size == 1:
+            return norm(x, *parameters)
+        copies = _Summed.apply(self.comm, order, *parameters)
+        if not leaves:
+            return norm(x, *copies)
+        if len(x) % leaves:
+            raise ShapeError(
+                f"order={order}: rank {self.comm.rank} has {leaves} leaves, which do not divide {len(x)} rows"
+            )
+        runs, count = x.split(len(x) // leaves) if len(x) else [x] * leaves, len(parameters)
+        return torch.cat([norm(run, *copies[i * count : (i + 1) * count]) for i, run in enumerate(runs)])
 
 
 class LayerNorm(_Norm):
     """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last dimension
 
     x and y: (rows of this rank, ..., features). weight and bias: (features,), the same on all ranks, as those of
-    `torch.nn.LayerNorm(features)`; their gradients are summed over the ranks of `comm`.
+    `torch.nn.LayerNorm(features)`; their gradients are summed over the ranks of `comm`, in the order `order`: "ranks",
+    or `Canonical(k)`, with k leaves of the rows of all ranks, of as many rows each.
 
     Creating one is collective; the errors are those of `ColumnParallelLinear`.
     """
@@ -274,18 +301,16 @@ class LayerNorm(_Norm):
         bias: bool = True,
         *,
         comm: Any = None,
+        order: Any = "any",
         device: Any = None,
         dtype: Any = None,
     ):
-        super().__init__(features, eps, ("weight", "bias") if bias else ("weight",), comm, device, dtype)
+        super().__init__(features, eps, ("weight", "bias") if bias else ("weight",), comm, device, dtype, order)
         if not bias:
             self.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parameters = [self.weight] if self.bias is None else [self.weight, self.bias]
-        return torch.nn.functional.layer_norm(
-            x, (self.features,), *sum_gradients(*parameters, comm=self.comm), eps=self.eps
-        )
+        return self.normed(x, lambda x, w, b=None: F.layer_norm(x, (self.features,), w, b, self.eps))
 
 
 class RMSNorm(_Norm):
@@ -294,12 +319,20 @@ class RMSNorm(_Norm):
     Otherwise as `LayerNorm`; weight is that of `torch.nn.RMSNorm(features, eps)`.
     """
 
-    def __init__(self, features: int, eps: float = 1e-6, *, comm: Any = None, device: Any = None, dtype: Any = None):
-        super().__init__(features, eps, ("weight",), comm, device, dtype)
+    def __init__(
+        self,
+        features: int,
+        eps: float = 1e-6,
+        *,
+        comm: Any = None,
+        order: Any = "any",
+        device: Any = None,
+        dtype: Any = None,
+    ):
+        super().__init__(features, eps, ("weight",), comm, device, dtype, order)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        (weight,) = sum_gradients(self.weight, comm=self.comm)
-        return torch.nn.functional.rms_norm(x, (self.features,), weight, self.eps)
+        return self.normed(x, lambda x, weight: F.rms_norm(x, (self.features,), weight, self.eps))
 
 
 class AllReduceRMSNorm(_Norm):
@@ -328,8 +361,8 @@ class AllReduceRMSNorm(_Norm):
         device: Any = None,
         dtype: Any = None,
     ):
-        super().__init__(features, eps, ("weight",), comm, device, dtype)
-        self.sharded, self.wire, self.order = bool(sharded), wire, order
+        super().__init__(features, eps, ("weight",), comm, device, dtype, order)
+        self.sharded, self.wire = bool(sharded), wire
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         how: dict[str, Any] = {"eps": self.eps, "sharded": self.sharded, "wire": self.wire, "order": self.order}

@@ -57,18 +57,17 @@ class PartLayout:
             shape[self.dim] = sum(map(len, self.runs[rank]))
         return tuple(shape)
 
-    def sum_of_squares(self, part: torch.Tensor, comm: Communicator) -> float:
-        """The share of this rank in the sum of the squares of the full tensor. What n ranks hold counts 1/n on each."""
-        squares = part.double().square()
+    def squares(self, part: torch.Tensor, rank: int) -> torch.Tensor:
+        """The squares of a part, in float64, without what an earlier rank holds."""
         if self.dim is None:
-            return float(squares.sum()) / comm.size
-        return float((squares.movedim(self.dim, -1) / self.holders(comm.rank)).sum())
+            return part.double().square() if rank == 0 else part.new_zeros(0, dtype=torch.float64)
+        return part.double().square().movedim(self.dim, -1)[..., self.holders(rank, self.runs[:rank]) == 0]
 
-    def holders(self, rank: int) -> torch.Tensor:
-        """How many ranks hold each index of dimension `dim` that `rank` has."""
+    def holders(self, rank: int, among: Sequence[Sequence[range]] | None = None) -> torch.Tensor:
+        """How many ranks hold each index of dimension `dim` that `rank` has. `among`: the runs of those ranks."""
         assert self.dim is not None
         counts = torch.zeros(self.shape[self.dim], dtype=torch.float64)
-        for run in (run for runs in self.runs for run in runs):
+        for run in (run for runs in (self.runs if among is None else among) for run in runs):
             counts[run.start : run.stop] += 1
         return torch.cat([counts[run.start : run.stop] for run in self.runs[rank]])
 
@@ -84,7 +83,7 @@ class Sharded(torch.nn.Module):
 
     def __init__(self, comm: Communicator):
         super().__init__()
-        self.comm = comm
+        self.comm, self.order = comm, "any"
         self.layouts: dict[str, PartLayout] = {}
 
     def draw(self, name: str, layout: PartLayout, fill: Callable[[torch.Tensor], Any], factory: dict[str, Any]) -> None:

@@ -220,9 +220,9 @@ def test_modules_of_torch(world, alone):
             x = torch.from_numpy(np.random.default_rng(step).standard_normal((9, 12)).astype("f4"))
             loss = ((model(x) - x) ** 2).sum()
             (loss / comm.size).backward()
+            losses += [loss.item(), nn.clip_grad_norm_(model, 1.0).item()]
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loss.item())
         state = nn.full_state_dict(model)
         return [losses, *(state[name].numpy().tobytes() for name in sorted(state))]
 
@@ -244,6 +244,35 @@ def test_modules_of_torch(world, alone):
     assert micro_batches(world) == micro_batches(alone)
     if world.size != 3:
         assert tensor_parallel(world) == tensor_parallel(alone)
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_norms_of_torch(world, alone, kind):
+    """Their leaves are rows: the gradients of what all ranks hold have the bits of one rank."""
+    torch = pytest.importorskip("torch")
+    from fompi.torch import nn
+
+    rows = np.random.default_rng(0).standard_normal((4 * LEAVES, 3, 10))
+
+    def gradients(comm, order, dtype=torch.float32):
+        torch.manual_seed(0)
+        norm = getattr(nn, kind)(10, comm=comm, order=order, dtype=dtype)
+        x = torch.from_numpy(rows[run_of(comm, len(rows))].copy()).to(dtype)
+        (norm(x) * x.sin()).sum().backward()
+        return [p.grad for p in norm.parameters()]
+
+    def bits(tensors):
+        return [t.numpy().tobytes() for t in tensors]
+
+    whole = getattr(torch.nn, kind)(10, 1e-5 if kind == "LayerNorm" else 1e-6)
+    x = torch.from_numpy(rows).float()
+    (whole(x) * x.sin()).sum().backward()
+    for order in (ORDER, "ranks", "any"):
+        for p, gradient in zip(whole.parameters(), gradients(world, order), strict=True):
+            assert torch.allclose(p.grad, gradient, atol=1e-5), order
+    assert bits(gradients(world, ORDER)) == bits(gradients(alone, ORDER))
+    with pytest.raises(fompi.ShapeError, match=r"leaves, which do not divide 7 rows"):
+        getattr(nn, kind)(10, comm=alone, order=ORDER)(torch.ones(7, 10))
 
 
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
