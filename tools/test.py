@@ -115,7 +115,7 @@ def legs() -> list[Leg]:
             files = [f"tests/mpi/{path.name}" for path, sizes in ranks_of_files.items() if size in sizes]
             found.append(Leg(f"mpi-{mpi}-{size}", mpi, 420 if size == 2 else 300, ("--with-mpi", *files), ranks=size))
     for mpi in ENVIRONMENTS:
-        found.append(Leg(f"faults-{mpi}", mpi, 300, ("-n", "4", "tests/faults")))
+        found.append(Leg(f"faults-{mpi}", mpi, 300, ("-n", "3" if mpi == "mpich" else "4", "tests/faults")))
     for mpi in ENVIRONMENTS:
         found.append(Leg(f"lab-{mpi}", mpi, 240, ("-n", "2", "--dist", "loadfile", "tests/lab")))
     found.append(Leg("slurm", "mpich", 420, ("-n", "2", "--dist", "loadgroup", "tests/slurm")))  # both MPIs; it needs Slurm
