@@ -19,6 +19,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -265,10 +266,13 @@ class Program:
     ops: tuple[Op, ...]
 
     def buffer(self, name: str) -> Buffer:
-        for buffer in self.buffers:
-            if buffer.name == name:
-                return buffer
-        raise PlanError(f"rank {self.rank} has no buffer {name!r}", self.rank)
+        if (found := self._by_name.get(name)) is None:
+            raise PlanError(f"rank {self.rank} has no buffer {name!r}", self.rank)
+        return found
+
+    @cached_property
+    def _by_name(self) -> dict[str, Buffer]:
+        return {buffer.name: buffer for buffer in reversed(self.buffers)}
 
     def scratch_nbytes(self, extents: Extents) -> int:
         return sum(layout.nbytes(b.shape(extents), b.dtype) for b in self.buffers if b.role == "scratch")

@@ -478,17 +478,16 @@ def _check_outputs(plan: Plan, program: Program, held: dict[tuple[str, int], Val
     """Check that every output block holds exactly the terms that the operation defines."""
     for (name, block), wanted in after(plan.problem, program.rank, plan.parts).items():
         got = held.get((name, block))
-        chunk = Chunk(name, block, block + 1)
-        writers = [i for i, op in enumerate(program.ops) if any((name, block) in c.blocks for c in op.writes)]
+        times = 0
         if got is not None and plan.problem.wire:
             got, times = exact(got)
-            if times > plan.roundings:
-                why = (
-                    f"at the end a term of {chunk} was rounded {times} times, but at most {plan.roundings} are allowed"
-                )
-                raise _error(program.rank, writers[-1], program.ops[writers[-1]], chunk, why)
-        if got == wanted:
+        if got == wanted and times <= plan.roundings:
             continue
+        chunk = Chunk(name, block, block + 1)
+        writers = [i for i, op in enumerate(program.ops) if any((name, block) in c.blocks for c in op.writes)]
+        if times > plan.roundings:
+            why = f"at the end a term of {chunk} was rounded {times} times, but at most {plan.roundings} are allowed"
+            raise _error(program.rank, writers[-1], program.ops[writers[-1]], chunk, why)
         if got is None or not writers:  # what is over x holds a term before
             last = len(program.ops) - 1 if program.ops else None
             at = f"rank {program.rank}, after its last op, {last}" if program.ops else f"rank {program.rank} has no ops"
