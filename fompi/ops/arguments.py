@@ -239,12 +239,15 @@ def _leaves(
     canonical, x = Canonical.of(order), arguments.x
     if canonical is None or operation not in SUMS:
         return []
-    count, terms = canonical.counts(size)[rank], canonical.subtrees(size)[rank]
+    subtrees = canonical.subtrees(size)
+    count, terms = canonical.counts(size)[rank], subtrees[rank]
     if not isinstance(x, (list, tuple)):
         if len(terms) > 1:
             why = f"rank {rank} has {count} leaves, which are {len(terms)} subtrees: give x as a list of its leaves"
             raise ShapeError(f"{operation}: order={order}: {why}")
-        return []
+        if max(map(len, subtrees)) == 1:
+            return []
+        x = [x]
     leaves = [borrow(leaf, f"x[{i}]") for i, leaf in enumerate(x)]
     if len(leaves) not in (count, len(terms)):
         raise ShapeError(f"{operation}: order={order}: rank {rank} of {size} has {count} leaves, not {len(leaves)}")
@@ -255,7 +258,8 @@ def _leaves(
                 f"{leaves[0].array.shape}: leaves must be alike"
             )
         if leaf.device is not None:
-            raise TensorError(f"{operation}: order={order}: leaves on a device are added there: give x, their sum")
+            why = "leaves on a device are added there: give x, their sum, where each rank has one subtree"
+            raise TensorError(f"{operation}: order={order}: {why}")
     return leaves
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from math import sqrt
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from torch.nn import init
 
 from fompi.base.errors import LayoutError, PlanError, ShapeError
-from fompi.base.layout import split
+from fompi.base.layout import offsets, split
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_reduce
 from fompi.parallel import expert, tensor
@@ -34,6 +35,7 @@ from fompi.parallel.arrays import in_words, leaves_of, same_bits
 from fompi.parallel.attention import check_heads
 from fompi.parallel.choices import check_choice
 from fompi.plans.problems import ORDERS, order_of
+from fompi.plans.tree import Canonical, folded
 from fompi.torch.checkpoint import clip_grad_norm_, full_state_dict, load_full_state_dict, replicated
 from fompi.torch.sharded import (
     PartLayout,
@@ -230,7 +232,11 @@ class _Summed(torch.autograd.Function):
                 torch.cat([gradients[first + i].reshape(-1) for i in numbers])
                 for first in range(0, len(gradients), count)
             ]
-            total = all_reduce(terms if ctx.order not in ORDERS else terms[0], comm=ctx.comm, **how)
+            if (canonical := Canonical.of(ctx.order)) is not None:  # half types are rounded once, at the end
+                leaves = [term.to(torch.promote_types(dtype, torch.float32)) for term in terms]
+                ends = offsets(canonical.subtrees(ctx.comm.size)[ctx.comm.rank])
+                terms = [folded(leaves[a:b], torch.add) for a, b in pairwise(ends)]
+            total = all_reduce(terms if len(terms) > 1 else terms[0], comm=ctx.comm, **how).to(dtype)
             for i, part in zip(numbers, total.split([sums[i].numel() for i in numbers]), strict=True):
                 sums[i] = part.view_as(sums[i])
         return None, None, *sums

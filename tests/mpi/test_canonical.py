@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import reduce
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -50,6 +51,19 @@ def test_sums_of_leaves(world, rows):
     assert largest.tobytes() == reduce(np.maximum, (leaf(i, rows, 3) for i in range(LEAVES))).tobytes()
     y = fompi.reduce(x, root=world.size - 1, comm=world, order=Canonical(LEAVES))
     assert world.rank < world.size - 1 or y.tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("leaves", [8, 9, 13])
+def test_sums_of_subtrees(world, leaves):
+    """A rank that has one subtree may give its sum as a tensor, also where other ranks have several."""
+    terms = Canonical(leaves).subtrees(world.size)[world.rank]
+    x, ends = [leaf(i, 3 * world.size, 2) for i in mine(world, leaves)], offsets(terms)
+    sums = [folded(x[a:b], np.add) for a, b in pairwise(ends)]
+    how = {"comm": world, "order": Canonical(leaves)}
+    for given in (sums, sums[0] if len(sums) == 1 else x):
+        for operation in (fompi.all_reduce, fompi.reduce_scatter, fompi.reduce):
+            got, wanted = (operation(each, **how) for each in (given, x))
+            assert (got is None and wanted is None) or got.tobytes() == wanted.tobytes(), operation
 
 
 @pytest.mark.parametrize("leaves", [8, 9, 11])
