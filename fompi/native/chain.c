@@ -6,8 +6,13 @@
 #include <math.h>
 #include <string.h>
 
-/* A block of sums has so many rows, and columns of so many bytes. */
-enum { ROWS_OF_BLOCK = 384, BYTES_ACROSS = 4096, DEPTH = 256, FEW_TILES = 1, STEPS = 16 };
+enum {
+    ROWS_OF_BLOCK = 384, BYTES_ACROSS = 4096, /* of a block of sums */
+    DEPTH = 192,        /* steps of the chains between two loads of the sums */
+    SHALLOW = 32,       /* where rows of w are read that are a multiple of a page apart: more of them evict each other */
+    ROWS_AT_ONCE = 256, /* up to here each strip of w is packed when it is used, and lies in the nearest cache then */
+    STEPS = 16
+};
 
 #define ALWAYS static inline __attribute__((always_inline))
 
@@ -23,7 +28,11 @@ enum { ROWS_OF_BLOCK = 384, BYTES_ACROSS = 4096, DEPTH = 256, FEW_TILES = 1, STE
                 sums[i][v] = fresh ? spread(0) : load(tile + (i * vectors + v) * WIDTH);                               \
         for (int64_t p = 0; p < k; p++, a += rows, b += step) {                                                        \
             vector of_b[vectors];                                                                                      \
-            _Pragma("GCC unroll 16") for (int v = 0; v < vectors; v++) of_b[v] = load(b + v * WIDTH);                  \
+            _Pragma("GCC unroll 16") for (int v = 0; v < vectors; v++) {                                               \
+                of_b[v] = load(b + v * WIDTH);                                                                         \
+                if (rows > 1 && step != vectors * WIDTH)                                                               \
+                    __builtin_prefetch(b + (vectors + v) * WIDTH); /* for the next tile, in memory */                  \
+            }                                                                                                          \
             _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++) {                                                  \
                 vector of_a = spread(a[i]);                                                                            \
                 _Pragma("GCC unroll 16") for (int v = 0; v < vectors; v++)                                             \
@@ -46,8 +55,47 @@ enum { ROWS_OF_BLOCK = 384, BYTES_ACROSS = 4096, DEPTH = 256, FEW_TILES = 1, STE
 #define AVX2 __attribute__((target("avx2,fma")))
 TILE(f32_avx512, AVX512, float, __m512, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_set1_ps, _mm512_fmadd_ps, _mm512_add_ps, 12, 2)
 TILE(f64_avx512, AVX512, double, __m512d, _mm512_loadu_pd, _mm512_storeu_pd, _mm512_set1_pd, _mm512_fmadd_pd, _mm512_add_pd, 12, 2)
+TILE(f32_avx512_1, AVX512, float, __m512, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_set1_ps, _mm512_fmadd_ps, _mm512_add_ps, 1, 2)
+TILE(f64_avx512_1, AVX512, double, __m512d, _mm512_loadu_pd, _mm512_storeu_pd, _mm512_set1_pd, _mm512_fmadd_pd, _mm512_add_pd, 1, 2)
+TILE(f32_avx512_4, AVX512, float, __m512, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_set1_ps, _mm512_fmadd_ps, _mm512_add_ps, 4, 4)
+TILE(f64_avx512_4, AVX512, double, __m512d, _mm512_loadu_pd, _mm512_storeu_pd, _mm512_set1_pd, _mm512_fmadd_pd, _mm512_add_pd, 4, 4)
+TILE(f32_avx2_1, AVX2, float, __m256, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_set1_ps, _mm256_fmadd_ps, _mm256_add_ps, 1, 2)
+TILE(f64_avx2_1, AVX2, double, __m256d, _mm256_loadu_pd, _mm256_storeu_pd, _mm256_set1_pd, _mm256_fmadd_pd, _mm256_add_pd, 1, 2)
 TILE(f32_avx2, AVX2, float, __m256, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_set1_ps, _mm256_fmadd_ps, _mm256_add_ps, 6, 2)
 TILE(f64_avx2, AVX2, double, __m256d, _mm256_loadu_pd, _mm256_storeu_pd, _mm256_set1_pd, _mm256_fmadd_pd, _mm256_add_pd, 6, 2)
+#endif
+
+/* Rows of `to`, `strip` apart, from columns, `across` apart: square by square of as many rows and columns as a vector has
+ * lanes. Each exchange swaps a bit of the row with one of the column (Eklundh 1972). */
+#if defined(__x86_64__)
+#define EXCHANGE(permute, d)                                                                                           \
+    _Pragma("GCC unroll 16") for (int i = 0; i < WIDTH; i++) if (!(i & d)) {                                           \
+        of = square[i];                                                                                                \
+        square[i] = permute(of, low[d], square[i + d]), square[i + d] = permute(of, high[d], square[i + d]);           \
+    }
+#define TURN(name, type, integer, vector, load, store, load_lanes, permute)                                            \
+    AVX512 static void name(const type *from, int64_t across, int64_t k, int64_t n, int64_t strip, type *to) {         \
+        enum { WIDTH = 64 / sizeof(type) };                                                                            \
+        __m512i low[WIDTH / 2 + 1], high[WIDTH / 2 + 1];                                                               \
+        for (int d = 1; d < WIDTH; d *= 2) {                                                                           \
+            integer lanes[2][WIDTH];                                                                                   \
+            for (int i = 0; i < WIDTH; i++)                                                                            \
+                lanes[0][i] = i & d ? (i ^ d) + WIDTH : i, lanes[1][i] = i & d ? i + WIDTH : i ^ d;                    \
+            low[d] = load_lanes(lanes[0]), high[d] = load_lanes(lanes[1]);                                             \
+        }                                                                                                              \
+        for (int64_t at = 0; at < k; at += WIDTH)                                                                      \
+            for (int64_t j = 0; j < n; j += WIDTH) {                                                                   \
+                vector square[WIDTH], of;                                                                              \
+                _Pragma("GCC unroll 16") for (int i = 0; i < WIDTH; i++)                                               \
+                    square[i] = load(from + (j + i) * across + at);                                                    \
+                EXCHANGE(permute, 1) EXCHANGE(permute, 2) EXCHANGE(permute, 4)                                         \
+                if (WIDTH == 16) { EXCHANGE(permute, (WIDTH / 2)) }                                                    \
+                _Pragma("GCC unroll 16") for (int i = 0; i < WIDTH; i++)                                               \
+                    store(to + (at + i) * strip + j, square[i]);                                                       \
+            }                                                                                                          \
+    }
+TURN(turn_f32, float, int32_t, __m512, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_loadu_si512, _mm512_permutex2var_ps)
+TURN(turn_f64, double, int64_t, __m512d, _mm512_loadu_pd, _mm512_storeu_pd, _mm512_loadu_si512, _mm512_permutex2var_pd)
 #endif
 
 /* Without these, fma of C: an instruction on processors that have it, exact in any case. */
@@ -62,13 +110,22 @@ typedef struct {
     int rows, columns; /* of a tile */
     void (*f32)(int64_t, const float *, const float *, int64_t, float *, int, float *);
     void (*f64)(int64_t, const double *, const double *, int64_t, double *, int, double *);
+    void (*turn_f32)(const float *, int64_t, int64_t, int64_t, int64_t, float *); /* or NULL */
+    void (*turn_f64)(const double *, int64_t, int64_t, int64_t, int64_t, double *);
 } Tiles;
 
-static Tiles tiles_of(int32_t is_wide) {
+/* One row, or a few, have tiles of their own: the time is that of reading w. */
+static Tiles tiles_of(int32_t is_wide, int64_t m) {
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f")) return (Tiles){12, is_wide ? 16 : 32, f32_avx512, f64_avx512};
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    if (__builtin_cpu_supports("avx512f")) {
+        if (m == 1) return (Tiles){1, is_wide ? 16 : 32, f32_avx512_1, f64_avx512_1, turn_f32, turn_f64};
+        if (m <= 4) return (Tiles){4, is_wide ? 32 : 64, f32_avx512_4, f64_avx512_4, turn_f32, turn_f64};
+        return (Tiles){12, is_wide ? 16 : 32, f32_avx512, f64_avx512, turn_f32, turn_f64};
+    }
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+        if (m == 1) return (Tiles){1, is_wide ? 8 : 16, f32_avx2_1, f64_avx2_1};
         return (Tiles){6, is_wide ? 8 : 16, f32_avx2, f64_avx2};
+    }
 #endif
     return (Tiles){4, 8, f32_plain, f64_plain};
 }
@@ -84,17 +141,16 @@ static int64_t most_sums(int64_t leaves) {
 }
 
 /* Few rows: w is read where it lies, but for the last columns, which do not fill a tile. */
-static int reads_w(const Product *p, Tiles tiles) { return p->w_across == 1 && p->m <= FEW_TILES * tiles.rows; }
+static int reads_w(const Product *p, Tiles tiles) { return p->w_across == 1 && p->m <= tiles.rows; }
 
-/* With one block of rows each strip of w is packed when it is used, and lies in the nearest cache then. */
-static int has_one_block(int64_t m) { return m <= ROWS_OF_BLOCK; }
+static int packs_strips(int64_t m) { return m <= ROWS_AT_ONCE; }
 
 static int64_t packed_elements(int64_t m, int64_t n, int64_t k, int64_t most, int columns) {
-    return has_one_block(m) ? (int64_t)columns * DEPTH : up(least(n, most), columns) * k;
+    return packs_strips(m) ? (int64_t)columns * DEPTH : up(least(n, most), columns) * k;
 }
 
 int64_t chain_scratch(int32_t is_wide, int64_t m, int64_t n, int64_t k, int64_t leaves) {
-    Tiles tiles = tiles_of(is_wide);
+    Tiles tiles = tiles_of(is_wide, m);
     int64_t width = is_wide ? 8 : 4, most = BYTES_ACROSS / width, rows = up(least(m, ROWS_OF_BLOCK), tiles.rows);
     int64_t sums = rows * up(least(n, most), tiles.columns) * most_sums(leaves);
     return (packed_elements(m, n, k, most, tiles.columns) + rows * DEPTH + sums) * width;
@@ -107,6 +163,7 @@ int64_t chain_scratch(int32_t is_wide, int64_t m, int64_t n, int64_t k, int64_t 
         const type *from, int64_t step, int64_t across, int64_t k, int64_t here, int strip, type *to) {                \
         if (across == 1) {                                                                                             \
             for (int64_t p = 0; p < k; p++, to += strip, from += step) {                                               \
+                for (int64_t i = 0; i < strip; i += 64 / sizeof(type)) __builtin_prefetch(from + strip + i);           \
                 for (int64_t i = 0; i < here; i++) to[i] = from[i];                                                    \
                 for (int64_t i = here; i < strip; i++) to[i] = 0;                                                      \
             }                                                                                                          \
@@ -120,16 +177,25 @@ int64_t chain_scratch(int32_t is_wide, int64_t m, int64_t n, int64_t k, int64_t 
                 for (int64_t p = 0; p < steps; p++) to[p * strip + i] = 0;                                             \
         }                                                                                                              \
     }                                                                                                                  \
-    static void name(const type *from, int64_t step, int64_t across, int64_t k, int64_t n, int strip, type *to) {      \
-        for (int64_t j = 0; j < n; j += strip, to += k * strip) {                                                      \
-            const type *first = from + j * across;                                                                     \
-            switch (least(strip, n - j)) { /* the usual numbers as constants */                                        \
-            case 12: name##_strip(first, step, across, k, 12, strip, to); break;                                       \
-            case 16: name##_strip(first, step, across, k, 16, strip, to); break;                                       \
-            case 32: name##_strip(first, step, across, k, 32, strip, to); break;                                       \
-            default: name##_strip(first, step, across, k, least(strip, n - j), strip, to);                             \
-            }                                                                                                          \
+    ALWAYS void name##_part(const type *from, int64_t step, int64_t across, int64_t k, int64_t here, int strip, type *to, \
+                            void (*turn)(const type *, int64_t, int64_t, int64_t, int64_t, type *)) {                  \
+        int64_t at = turn && step == 1 && here == strip ? k - k % (64 / (int64_t)sizeof(type)) : 0;                    \
+        if (at) turn(from, across, at, strip, strip, to);                                                              \
+        from += at * step, to += at * strip, k -= at;                                                                  \
+        switch (here) { /* the usual numbers as constants */                                                           \
+        case 12: name##_strip(from, step, across, k, 12, strip, to); break;                                            \
+        case 16: name##_strip(from, step, across, k, 16, strip, to); break;                                            \
+        case 32: name##_strip(from, step, across, k, 32, strip, to); break;                                            \
+        default: name##_strip(from, step, across, k, here, strip, to);                                                 \
         }                                                                                                              \
+    }                                                                                                                  \
+    static void name(const type *from, int64_t step, int64_t across, int64_t k, int64_t n, int strip, type *to,        \
+                     void (*turn)(const type *, int64_t, int64_t, int64_t, int64_t, type *)) {                         \
+        int64_t depth = across == 1 ? SHALLOW : k; /* of these rows all columns, which lie side by side */             \
+        for (int64_t p = 0; p < k; p += depth)                                                                         \
+            for (int64_t j = 0; j < n; j += strip)                                                                     \
+                name##_part(from + p * step + j * across, step, across, least(depth, k - p), least(strip, n - j),      \
+                            strip, to + j * k + p * strip, turn);                                                      \
     }
 
 #define CHAIN(suffix, type)                                                                                            \
@@ -141,6 +207,7 @@ int64_t chain_scratch(int32_t is_wide, int64_t m, int64_t n, int64_t k, int64_t 
         type *b, *a, *sums; /* packed w, packed x, and the sums of the tree */                                         \
         int64_t i, m, j, n; /* the block: its first row and column, and how many it has */                             \
         int reads_w;                                                                                                   \
+        int64_t depth;                                                                                                 \
     } Work_##suffix;                                                                                                   \
                                                                                                                        \
     /* What the first leaf begins with. */                                                                             \
@@ -169,17 +236,18 @@ int64_t chain_scratch(int32_t is_wide, int64_t m, int64_t n, int64_t k, int64_t 
         const Product *p = o->p;                                                                                       \
         int64_t rows = o->tiles.rows, columns = o->tiles.columns, at = begin;                                          \
         do {                                                                                                           \
-            int64_t depth = least(DEPTH, end - at), tile = 0;                                                          \
+            int64_t depth = least(o->depth, end - at), tile = 0;                                                       \
             int is_last = at + depth == end;                                                                           \
             pack_##suffix((const type *)p->x + o->i * p->x_step + at * p->x_across, p->x_across, p->x_step, depth, o->m, \
-                          o->tiles.rows, o->a);                                                                        \
+                          o->tiles.rows, o->a, NULL);                                                                        \
             for (int64_t c = 0; c < o->n; c += columns) {                                                              \
                 const type *from = o->w + at * p->w_step + c * p->w_across, *b = o->b;                                 \
                 int is_read = o->reads_w && c + columns <= o->n;                                                       \
                 if (is_read)                                                                                           \
                     b = from;                                                                                          \
-                else if (has_one_block(p->m))                                                                          \
-                    pack_##suffix(from, p->w_step, p->w_across, depth, least(columns, o->n - c), o->tiles.columns, o->b); \
+                else if (packs_strips(p->m))                                                                          \
+                    pack_##suffix(from, p->w_step, p->w_across, depth, least(columns, o->n - c), o->tiles.columns, o->b, \
+                                  o->tiles.turn_##suffix);                                                              \
                 else                                                                                                   \
                     b += c * p->k + at * columns;                                                                      \
                 for (int64_t r = 0; r < o->m; r += rows, tile += rows * columns)                                       \
@@ -214,14 +282,15 @@ int64_t chain_scratch(int32_t is_wide, int64_t m, int64_t n, int64_t k, int64_t 
                                                                                                                        \
     static void run_##suffix(const Product *p, type *scratch) {                                                        \
         const int64_t most = BYTES_ACROSS / sizeof(type);                                                              \
-        Work_##suffix o = {.p = p, .tiles = tiles_of(sizeof(type) == 8), .b = scratch};                                \
+        Work_##suffix o = {.p = p, .tiles = tiles_of(sizeof(type) == 8, p->m), .b = scratch};                                \
         o.reads_w = reads_w(p, o.tiles);                                                                               \
+        o.depth = packs_strips(p->m) && p->w_across == 1 && p->w_step * (int64_t)sizeof(type) % 4096 == 0 ? SHALLOW : DEPTH; \
         o.a = o.b + packed_elements(p->m, p->n, p->k, most, o.tiles.columns);                                          \
         o.sums = o.a + up(least(p->m, ROWS_OF_BLOCK), o.tiles.rows) * DEPTH;                                           \
         for (o.j = 0; o.j < p->n; o.j += most) {                                                                       \
             o.n = least(most, p->n - o.j), o.w = (const type *)p->w + o.j * p->w_across;                               \
-            if (!has_one_block(p->m))                                                                                  \
-                pack_##suffix(o.w, p->w_step, p->w_across, p->k, o.n, o.tiles.columns, o.b);                           \
+            if (!packs_strips(p->m))                                                                                  \
+                pack_##suffix(o.w, p->w_step, p->w_across, p->k, o.n, o.tiles.columns, o.b, o.tiles.turn_##suffix);    \
             for (o.i = 0; o.i < p->m; o.i += ROWS_OF_BLOCK) {                                                          \
                 o.m = least(ROWS_OF_BLOCK, p->m - o.i);                                                                \
                 block_##suffix(&o);                                                                                    \
