@@ -31,7 +31,7 @@ MOST_OF_SUM, MOST_OF_PRODUCT = 1.10, 1.25
 
 SUMS = [(name, nbytes) for name in ("all_reduce", "reduce_scatter") for nbytes in (MIB, 4 * MIB, 16 * MIB)]
 
-PRODUCTS = ((64, 1024, 1024), (512, 1024, 1024), (2048, 1024, 4096), (512, 4096, 1024))
+PRODUCTS = ((1, 4096, 1024), (64, 1024, 1024), (512, 1024, 1024), (2048, 1024, 4096), (512, 4096, 1024))
 
 QUICK_PRODUCTS = ((33, 64, 40),)
 

@@ -7,10 +7,10 @@
 #include <string.h>
 
 enum {
-    ROWS_OF_BLOCK = 384, BYTES_ACROSS = 4096, /* of a block of sums */
+    ROWS_OF_BLOCK = 96, BYTES_ACROSS = 4096, /* of a block of sums: those of some leaves stay in the second cache */
     DEPTH = 192,        /* steps of the chains between two loads of the sums */
     SHALLOW = 32,       /* where rows of w are read that are a multiple of a page apart: more of them evict each other */
-    ROWS_AT_ONCE = 256, /* up to here each strip of w is packed when it is used, and lies in the nearest cache then */
+    ROWS_AT_ONCE = 256, /* so many are one block: each strip of w is packed when it is used, and lies in the nearest cache */
     STEPS = 16
 };
 
@@ -144,6 +144,7 @@ static int64_t most_sums(int64_t leaves) {
 static int reads_w(const Product *p, Tiles tiles) { return p->w_across == 1 && p->m <= tiles.rows; }
 
 static int packs_strips(int64_t m) { return m <= ROWS_AT_ONCE; }
+static int64_t rows_of_block(int64_t m) { return packs_strips(m) ? m : ROWS_OF_BLOCK; }
 
 static int64_t packed_elements(int64_t m, int64_t n, int64_t k, int64_t most, int columns) {
     return packs_strips(m) ? (int64_t)columns * DEPTH : up(least(n, most), columns) * k;
@@ -151,7 +152,7 @@ static int64_t packed_elements(int64_t m, int64_t n, int64_t k, int64_t most, in
 
 int64_t chain_scratch(int32_t is_wide, int64_t m, int64_t n, int64_t k, int64_t leaves) {
     Tiles tiles = tiles_of(is_wide, m);
-    int64_t width = is_wide ? 8 : 4, most = BYTES_ACROSS / width, rows = up(least(m, ROWS_OF_BLOCK), tiles.rows);
+    int64_t width = is_wide ? 8 : 4, most = BYTES_ACROSS / width, rows = up(rows_of_block(m), tiles.rows);
     int64_t sums = rows * up(least(n, most), tiles.columns) * most_sums(leaves);
     return (packed_elements(m, n, k, most, tiles.columns) + rows * DEPTH + sums) * width;
 }
@@ -281,18 +282,18 @@ int64_t chain_scratch(int32_t is_wide, int64_t m, int64_t n, int64_t k, int64_t 
     }                                                                                                                  \
                                                                                                                        \
     static void run_##suffix(const Product *p, type *scratch) {                                                        \
-        const int64_t most = BYTES_ACROSS / sizeof(type);                                                              \
+        const int64_t most = BYTES_ACROSS / sizeof(type), rows = rows_of_block(p->m);                                  \
         Work_##suffix o = {.p = p, .tiles = tiles_of(sizeof(type) == 8, p->m), .b = scratch};                                \
         o.reads_w = reads_w(p, o.tiles);                                                                               \
         o.depth = packs_strips(p->m) && p->w_across == 1 && p->w_step * (int64_t)sizeof(type) % 4096 == 0 ? SHALLOW : DEPTH; \
         o.a = o.b + packed_elements(p->m, p->n, p->k, most, o.tiles.columns);                                          \
-        o.sums = o.a + up(least(p->m, ROWS_OF_BLOCK), o.tiles.rows) * DEPTH;                                           \
+        o.sums = o.a + up(rows, o.tiles.rows) * DEPTH;                                                                 \
         for (o.j = 0; o.j < p->n; o.j += most) {                                                                       \
             o.n = least(most, p->n - o.j), o.w = (const type *)p->w + o.j * p->w_across;                               \
             if (!packs_strips(p->m))                                                                                  \
                 pack_##suffix(o.w, p->w_step, p->w_across, p->k, o.n, o.tiles.columns, o.b, o.tiles.turn_##suffix);    \
-            for (o.i = 0; o.i < p->m; o.i += ROWS_OF_BLOCK) {                                                          \
-                o.m = least(ROWS_OF_BLOCK, p->m - o.i);                                                                \
+            for (o.i = 0; o.i < p->m; o.i += rows) {                                                                   \
+                o.m = least(rows, p->m - o.i);                                                                         \
                 block_##suffix(&o);                                                                                    \
                 finish_##suffix(&o);                                                                                   \
             }                                                                                                          \
