@@ -118,9 +118,7 @@ def legs() -> list[Leg]:
         found.append(Leg(f"faults-{mpi}", mpi, 300, ("-n", "3" if mpi == "mpich" else "4", "tests/faults")))
     for mpi in ENVIRONMENTS:
         found.append(Leg(f"lab-{mpi}", mpi, 240, ("-n", "2", "--dist", "loadfile", "tests/lab")))
-    found.append(
-        Leg("slurm", "mpich", 420, ("-n", "2", "--dist", "loadgroup", "tests/slurm"))
-    )  # both MPIs; it needs Slurm
+    found.append(Leg("slurm", "mpich", 420, ("-n", "2", "tests/slurm")))  # both MPIs; it needs Slurm
     if (ROOT / "tests/docs").exists():
         found.append(Leg("docs", "mpich", 600, ("-n", "2", "--dist", "loadgroup", "tests/docs")))
     return found

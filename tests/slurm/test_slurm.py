@@ -105,22 +105,22 @@ def test_a_job_array(cluster):
         assert (cluster.folder / f"array-{index}").read_text().count("of 2 on") == 2
 
 
-@pytest.mark.xdist_group("8 ranks")  # 16 at once take twice as long
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("mpi", MPIS)
 def test_the_example(cluster, mpi):
-    """The job scripts, with fewer epochs and threads: the main example on two nodes, as mpirun runs it on one."""
+    """The job scripts, with fewer epochs: the main example on eight ranks of two nodes, as mpirun runs it on one."""
     text = (ROOT / "examples" / "slurm" / f"{mpi}.sbatch").read_text()
     assert text.endswith("python examples/tp_mlp.py\n")
     script = cluster.folder / f"{mpi}.sbatch"
-    script.write_text(text.replace("_NUM_THREADS=4", "_NUM_THREADS=1").rstrip() + " --epochs 3\n")
+    script.write_text(text.rstrip() + " --epochs 5\n")
     text = cluster.batch(mpi, script, f"--chdir={ROOT}", seconds=140)
-    assert float(re.search(r"^test accuracy ([\d.]+)%$", text, re.MULTILINE)[1]) > 90, text
+    accuracy = re.search(r"^test accuracy ([\d.]+)%$", text, re.MULTILINE)
+    assert accuracy and float(accuracy[1]) > 90, text
     assert text.count(" n2 ") >= 4
     epochs = re.findall(r"^epoch.*$", text, re.MULTILINE)
-    assert len(epochs) == 3
+    assert len(epochs) == 5
     if mpi == MPIS[0]:
-        here = cluster.run(mpi, "mpirun", "-n", 8, "python", ROOT / "examples" / "tp_mlp.py", "--epochs", 3, seconds=60)
+        here = cluster.run(mpi, "mpirun", "-n", 8, "python", ROOT / "examples" / "tp_mlp.py", "--epochs", 5, seconds=60)
         assert epochs == re.findall(r"^epoch.*$", here.stdout, re.MULTILINE), here.output
 
 
