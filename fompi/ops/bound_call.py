@@ -69,10 +69,10 @@ class BoundCall:
         self._out = arguments.out  # of the last call
         self._is_plain = [b.name for b in self._outputs] == ["y"] and self._out is None and not self._moved
         named = zip(names_of(local.problem, arguments), arguments.tensors, strict=True)
-        given = {name: self._rows_first(name, tensor) for name, tensor in named}
-        if out is not None:
-            given["out"] = self._rows_first("y", out)
-        self.executor: Executor = bind(plan, comm=communicator, **given)
+        given = dict(named) | ({} if out is None else {"out": out})
+        self._places = dlpack.places(given)
+        self._out_place = dlpack.places({} if arguments.out is None else {"out": arguments.out})
+        self.executor: Executor = bind(plan, comm=communicator, **self._all_rows_first(given))
         if call_options.certify:
             self._is_plain = False
             try:
@@ -135,10 +135,12 @@ class BoundCall:
     def _given(self, out: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """The tensors of one call, as the executor takes them."""
         self._out = self._arguments.out if out is None else out
-        if out is None and not tensors:
-            return {}
-        given = {name: self._rows_first(name, tensor) for name, tensor in tensors.items()}
-        return given if out is None else {**given, "out": self._rows_first("y", out)}
+        if self._moved:  # else the executor knows the tensors, and sees what has moved
+            tensors = {**dlpack.moved(self._places), **tensors}
+        return self._all_rows_first(tensors if out is None else {**tensors, "out": out})
+
+    def _all_rows_first(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: self._rows_first("y" if name == "out" else name, x) for name, x in tensors.items()}
 
     def _rows_first(self, name: str, tensor: Any) -> Any:
         """`tensor` with its rows as the first dimension, where the call has another one."""
@@ -159,7 +161,9 @@ class BoundCall:
         if self._certificate is not None:
             self._error = self._certificate.error(results)
         if local.in_place and self._out is arguments.out:
-            np.copyto(local.arrays["x"].reshape(-1), dlpack.borrow(results, "y").array.reshape(-1))
+            has_moved = dlpack.moved(self._out_place)
+            place = dlpack.borrow(arguments.out, "out").array if has_moved else local.arrays["x"]
+            np.copyto(place.reshape(-1), dlpack.borrow(results, "y").array.reshape(-1))
             dlpack.mark_written(arguments.out)
         if self._out is not None:
             return self._out

@@ -69,9 +69,10 @@ def place_of(x: Any) -> tuple[Hashable, int] | None:
     if not x.is_contiguous() or x.is_neg() or x.is_conj():
         return None
     try:
-        return (x.dtype, x.shape, True), x.data_ptr()
+        at = x.data_ptr()
     except RuntimeError:  # it has no memory: a function of torch is traced
         return None
+    return ((x.dtype, x.shape, True), at) if at else None  # else it is empty, or its storage was freed
 
 
 def known_call(name: str, args: Sequence[Any], options: Mapping[str, Any], compared: Hashable = ()) -> KnownCall | None:

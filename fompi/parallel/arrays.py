@@ -7,7 +7,10 @@ are widened to float32 for that, and rounded once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from ctypes import c_char
+from functools import cache
 from math import prod
+from operator import is_
 from time import perf_counter, sleep
 from typing import Any
 
@@ -99,6 +102,73 @@ def borrow_any(x: Any, name: str) -> Tensor:
         device.meet()
         tensor.array = for_numpy(tensor.array)
     return tensor
+
+
+def follow(saved: Any) -> None:
+    """Let what the forward of a strategy has kept be where torch has it now, as saved tensors of autograd are.
+
+    torch may move a tensor between a forward and its backward: FSDP frees weights behind a forward, and gathers them
+    anew. Arrays that are views of a tensor follow it. Raises TensorError for one that is freed, or is on a device.
+    """
+    tensors: list[Any] = []
+    _mapped(saved, lambda leaf: tensors.append(leaf) if isinstance(leaf, Tensor) else None, set())
+    runs = [_run(tensor) for tensor in tensors if tensor.at and tensor.owner.data_ptr() != tensor.at]
+
+    def follows(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            leaf.array = follows(leaf.array)
+            return None
+        at = leaf.__array_interface__["data"][0] if isinstance(leaf, np.ndarray) else 0
+        for begin, memory in runs:
+            if begin <= at < begin + len(memory):
+                return np.ndarray(leaf.shape, leaf.dtype, memory, at - begin, leaf.strides)
+        return leaf
+
+    if runs:
+        _mapped(saved, follows, set())
+
+
+def _run(tensor: Tensor) -> tuple[int, Any]:
+    """Where a tensor of torch was, and its memory now."""
+    if tensor.device is not None and tensor.host is None:
+        raise TensorError("a tensor of a device has other memory than in the forward: its backward cannot read it")
+    owner: Any = tensor.owner
+    array = dlpack.borrow(owner.detach(), "a tensor that a forward has kept").array
+    nbytes = sum([(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]) + array.itemsize
+    begin, tensor.at = tensor.at, owner.data_ptr()
+    memory: Any = (c_char * nbytes).from_address(tensor.at)
+    memory.owner = owner
+    return begin, memory
+
+
+@cache
+def _has_parts(kind: type) -> bool:
+    """True for the classes of strategies."""
+    return kind.__module__.startswith("fompi.parallel") and hasattr(kind, "__dict__")
+
+
+def _mapped(kept: Any, of: Callable[[Any], Any], seen: set[int]) -> Any:
+    """Put `of(leaf)` in the place of each array and tensor in `kept`, a nest of sequences and objects of strategies.
+
+    None: it stays.
+    """
+    if isinstance(kept, (np.ndarray, Tensor)):
+        found = of(kept)
+        return kept if found is None else found
+    kind: Any = type(kept)
+    is_sequence = isinstance(kept, (list, tuple))
+    if not (is_sequence or _has_parts(kind)) or id(kept) in seen:
+        return kept
+    seen.add(id(kept))
+    if is_sequence:
+        parts = [_mapped(each, of, seen) for each in kept]
+        if isinstance(kept, list):
+            kept[:] = parts
+        return kept if all(map(is_, parts, kept)) else getattr(kind, "_make", tuple)(parts)
+    for name, value in [*vars(kept).items()]:
+        if (now := _mapped(value, of, seen)) is not value:
+            object.__setattr__(kept, name, now)
+    return kept
 
 
 def check_place(name: str, array: Array, other: Array) -> None:
@@ -292,6 +362,7 @@ def enter_backward(name: str, saved: Any, dy: Any) -> Array:
     """dy as an array, once all ranks have begun this backward."""
 
     def check(comm: Communicator) -> tuple[str, int, Array]:
+        follow(saved)
         return "", 0, borrow_gradient(dy, saved.dtype, saved.shape, saved.like)
 
     array: Array = enter(f"the backward of {name}", saved.comm, check)[1]

@@ -22,6 +22,7 @@ from fompi.base.nested import flatten
 from fompi.engine.communicator import Communicator
 from fompi.ops.operation import is_compiling
 from fompi.parallel import section
+from fompi.parallel.arrays import follow
 from fompi.parallel.section import in_section
 from fompi.tensors import dlpack
 
@@ -119,6 +120,7 @@ def _begun(backward_weight: Callable[[Any], Gradients]) -> Callable[[Any], Gradi
         saved = rest[0] if isinstance(rest, tuple) and rest else None
         if isinstance(comm := getattr(saved, "comm", None), Communicator):
             section.begin(comm)
+        follow(rest)
         return backward_weight(rest)
 
     return run

@@ -34,6 +34,7 @@ from fompi.parallel.arrays import (
     borrow_gradient,
     check_leaves,
     enter,
+    follow,
     give,
     in_words,
     lent,
@@ -210,6 +211,7 @@ def _backward(saved: Normed, given: Any) -> Gradients:
 
     def check(comm: Communicator) -> tuple[str, int, tuple[Array, Array]]:
         dy, dr = given
+        follow(saved)
         mine = borrow_gradient(dy, dtype, shape, saved.x)
         return "", 0, (mine, borrow_gradient(dr, dtype, saved.residual.array.shape, saved.x))
 

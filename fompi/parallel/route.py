@@ -27,6 +27,7 @@ from fompi.parallel.arrays import (
     borrow_gradient,
     enter,
     enter_backward,
+    follow,
     give,
     in_words,
     lent,
@@ -106,6 +107,7 @@ def _gate_backward(saved: Gate, dweights: Any) -> Gradients:
     dtype = accumulator(saved.x.dtype)
 
     def check(_: Communicator) -> tuple[str, int, Array]:
+        follow(saved)
         return "", 0, borrow_gradient(dweights, dtype, saved.choice.shares.shape, saved.x)
 
     d = enter("the backward of route", saved.comm, check)[1]

@@ -30,6 +30,7 @@ from fompi.parallel.arrays import (
     borrow,
     borrow_gradient,
     enter,
+    follow,
     give,
     in_words,
     lent,
@@ -109,6 +110,7 @@ def _enter_backward(name: str, saved: Saved, do: Any) -> Array:
     def check(comm: Communicator) -> tuple[str, int, Array]:
         if refusal is not None:
             raise refusal
+        follow(saved)
         return "", 0, borrow_gradient(do, saved.dtype, saved.shape, saved.like)
 
     for comm in saved.comms:

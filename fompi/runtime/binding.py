@@ -38,10 +38,9 @@ def check_tensors(plan: Plan, comm: Communicator, given: Mapping[str, Any], back
     borrowed = {name: borrow(value, name) for name, value in given.items()}
     cut(plan, borrowed, comm.rank)
     shapes = {name: tensor.array.shape for name, tensor in borrowed.items()}
-    given = dict.fromkeys(borrowed)
-    if unknown := sorted(set(given) - set(named)):
+    if unknown := sorted(set(borrowed) - set(named)):
         raise PlanError(f"{plan.problem.operation} has no tensor {unknown[0]!r}; it has {', '.join(named)}")
-    if missing := [b.name for b in named.values() if b.is_input and b.name not in given]:
+    if missing := [b.name for b in named.values() if b.is_input and b.name not in borrowed]:
         raise PlanError(f"bind({plan.problem.operation}) needs {', '.join(missing)}")
     sent = {c.buffer for op in program.ops if isinstance(op, (Send, Collective)) for c in op.reads}
     for name, tensor in borrowed.items():
@@ -63,7 +62,7 @@ def check_tensors(plan: Plan, comm: Communicator, given: Mapping[str, Any], back
                 f"{name} is strided: pass a contiguous tensor, or make the plan with packed=True if x is strided"
             )
         if flat:
-            if name == "y" or "y" not in given:
+            if name == "y" or "y" not in borrowed:
                 shapes["y"] = plan.problem.result_shape(tensor.array.shape, comm.rank)
             tensor = replace(tensor, array=tensor.array.reshape(shape))
         borrowed[name] = tensor
@@ -78,12 +77,14 @@ def check_tensors(plan: Plan, comm: Communicator, given: Mapping[str, Any], back
             try:
                 arrays[buffer.name] = backend.empty(comm.engine.arena, shape, buffer.dtype, buffer.place)
             except OutOfMemory as error:
-                taken = sum(a.nbytes for name, a in arrays.items() if name not in given and isinstance(a, DeviceArray))
+                taken = sum(
+                    a.nbytes for name, a in arrays.items() if name not in borrowed and isinstance(a, DeviceArray)
+                )
                 stage = partial(for_device, pairs=comm.paths(device).is_staged)
-                words = remedy(plan, plan.problem, extents, given, error.free + taken, stage)
+                words = remedy(plan, plan.problem, extents, dict.fromkeys(borrowed), error.free + taken, stage)
                 arrays.clear()  # the traceback of the error keeps them
                 raise DeviceError(f"{error}. {words}") from error
-    return BoundMemory(borrowed, shapes, arrays)
+    return BoundMemory(borrowed, shapes, arrays, given)
 
 
 def replaced_kernels(plan: Plan, kernels: Mapping[str, Callable[..., object]], backend: Backend) -> list[str]:

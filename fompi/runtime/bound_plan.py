@@ -30,12 +30,14 @@ NOTHING = np.zeros(0)
 class BoundMemory(NamedTuple):
     """`tensors`: those that the caller gave, by buffer. `shapes`: their shapes, and that of a flat result.
 
-    `arrays`: every buffer of the program as an array. Buffers that the caller did not give have fresh memory.
+    `given`: the same tensors as the caller named them. `arrays`: every buffer of the program as an array. Buffers that
+    the caller did not give have fresh memory.
     """
 
     tensors: dict[str, Tensor]
     shapes: dict[str, tuple[int, ...]]
     arrays: dict[str, Any]
+    given: Mapping[str, Any]
 
 
 def cut(plan: Plan, tensors: dict[str, Tensor], rank: int) -> None:
@@ -68,7 +70,8 @@ class BoundPlan:
     ):
         self.plan, self.compiled, self.comm = compiled.plan, compiled, comm
         self.backend, self.kernels = backend, kernels
-        self._tensors, self._shapes, self._arrays = memory
+        self._tensors, self._shapes, self._arrays, given = memory
+        self._places = dlpack.places(given)
         # Collectives of several bound plans may start in any order, because each plan has a communicator for them.
         self._link = comm.link.duplicate() if compiled.natives else comm.link
         self._like = self._tensors.get("x") or self._tensors.get("x0")
@@ -103,11 +106,22 @@ class BoundPlan:
                     array = array.reshape(self._shapes[buffer.name])
             like = self._tensors.get(buffer.name) or self._like or dlpack.borrow(np.empty(0))
             self._outputs.append((array, buffer.dtype, like))
-        self._results = () if self._is_copied_back else self._lent()
         self._names = [buffer.name for buffer in self.compiled.outputs]
+        self._lend_results()
+
+    def _lend_results(self) -> None:
+        """Make the tensors that calls return, unless the results of a call are copied from a device."""
+        self._results = () if self._is_copied_back else self._lent()
         written = [*zip(self._names, self._results, strict=False)]
         written += [(name, self._tensors[name].owner) for name in self._names if name in self._tensors]
-        self._written = [(name, x) for name, x in written if dlpack.framework_of(x) == "torch"]
+        self._written = [(name, x) for name, x in written if dlpack.versioned([x])]
+        self._result_places = dlpack.places(dict(zip(self._names, self._results, strict=False)))
+
+    def _moved(self) -> dict[str, Any]:
+        """The bound tensors that have other memory by now: a call takes them as tensors of its own."""
+        if dlpack.moved(self._result_places):  # one that the program has got is elsewhere
+            self._lend_results()
+        return dlpack.moved(self._places)
 
     def _given(self, tensors: Mapping[str, Any], is_whole: bool) -> Given:
         """The memory of a call on these tensors. `is_whole`: all inputs are ready when it starts.

@@ -46,7 +46,7 @@ from fompi.traces.trace import Trace
 
 
 class Executor(BoundPlan):
-    """A plan bound to a communicator and to fixed memory: call it often.
+    """A plan bound to a communicator and to memory: call it often.
 
         step()                          # the whole operation; returns its result
         step.start(); ...; step.wait()  # the same, with other work in between
@@ -102,7 +102,8 @@ class Executor(BoundPlan):
     # -- one call
     def __call__(self, counts: Any = None, label: int | str | None = None, out: Any = None, **tensors: Any) -> Any:
         """Run one call and return its result, as `wait` does."""
-        if not tensors and out is None and label is None and counts is None and self._begins_in_c():
+        is_bare = not tensors and out is None and label is None and counts is None
+        if is_bare and not self._moved() and self._begins_in_c():
             return self._results_in_c() if self._run is None else self.wait()
         self._start((), counts, label, awaited=True, tensors=tensors if out is None else {**tensors, "y": out})
         return self.wait()
@@ -261,9 +262,7 @@ class Executor(BoundPlan):
 
     def _mark_written(self, given: Given | None) -> None:
         """Tell torch which of its tensors a call writes."""
-        for name, tensor in self._written:
-            if given is None or name not in given.outputs:
-                dlpack.mark_written(tensor)
+        dlpack.mark_all_written([x for name, x in self._written if given is None or name not in given.outputs])
         if given is not None:
             for name in given.outputs:
                 dlpack.mark_written(given.owners[name])
@@ -338,6 +337,8 @@ class Executor(BoundPlan):
             self._await(patient=True)
         if sizes is not self._sizes and sizes != self._sizes:
             self._use(sizes)
+        if given is None and (moved := self._moved()):
+            tensors = {**moved, **(tensors or {})}
         if tensors:
             try:
                 given = self._given(tensors, is_whole=not partial)

@@ -15,7 +15,7 @@ that fompi gives it; a consumer gives fompi its stream. `DEVICES` says which dev
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
@@ -78,6 +78,7 @@ class Tensor:
     readonly: bool
     owner: object  # the tensor itself
     host: np.ndarray | None = None  # the memory of the tensor, if `array` is a copy of it on a device
+    at: int = 0  # where torch had its memory when it was borrowed; see `moved`
 
     @property
     def device(self) -> Any:
@@ -179,8 +180,40 @@ def requires_grad(x: Any) -> bool:
 
 def mark_written(x: Any) -> None:
     """Tell torch that fompi writes to `x`. A backward pass that has saved `x` then raises an error."""
-    if _family(type(x)) == "torch" and not x.is_inference():
+    mark_all_written(versioned([x]))
+
+
+def versioned(tensors: Iterable[Any]) -> list[Any]:
+    """Those of which torch counts how often they are written."""
+    return [x for x in tensors if _family(type(x)) == "torch" and not x.is_inference()]
+
+
+def mark_all_written(tensors: Sequence[Any]) -> None:
+    """The same for tensors that `versioned` has returned."""
+    for x in tensors:
         sys.modules["torch"].autograd.graph.increment_version(x)
+
+
+Places = Sequence[tuple[str, Any, int, Any, bool]]
+"""Tensors of torch by name, with the address, the shape and the order of their elements."""
+
+
+def places(tensors: Mapping[str, Any]) -> Places:
+    """Where the tensors of torch are now, for `moved`. Those of other frameworks stay where they are."""
+    of_torch = [(name, x) for name, x in tensors.items() if _family(type(x)) == "torch"]
+    return [(name, x, x.data_ptr(), x.shape, x.is_contiguous()) for name, x in of_torch]
+
+
+def moved(known: Places) -> dict[str, Any]:
+    """The tensors that are elsewhere now, by name, or have another shape or order of elements.
+
+    torch gives a tensor other memory in place, and frees the memory before: `resize_`, `set_`, `share_memory_` (also
+    where a tensor goes through a queue of `torch.multiprocessing`), and FSDP by `untyped_storage().resize_`.
+    """
+    return {
+        name: x for name, x, at, shape, is_contiguous in known
+        if x.data_ptr() != at or x.shape != shape or x.is_contiguous() != is_contiguous
+    }  # fmt: skip
 
 
 def framework_of(x: Any) -> str:
@@ -232,8 +265,10 @@ def _borrow_torch(x: Any, name: str) -> Tensor:
         raise TensorError(f"{name} requires grad, but its memory carries no gradient: pass {name}.detach()")
     if in_forward_mode(x):
         raise TensorError(f"{name} has a forward-mode tangent, but its memory carries none")
+    if x.layout is torch.strided and x.numel() and not _has_memory(x):
+        raise TensorError(f"{name} has no memory: its storage was freed or cut, as by untyped_storage().resize_(0)")
     if x.is_cuda:
-        return replace(_borrow_capsule(x.detach() if x.requires_grad else x, name, "torch"), owner=x)
+        return replace(_borrow_capsule(x.detach() if x.requires_grad else x, name, "torch"), owner=x, at=x.data_ptr())
     try:
         carrier = CARRIERS.get(dtype)
         array = _array_of_torch(torch, x.view(getattr(torch, carrier)) if carrier else x)
@@ -247,7 +282,7 @@ def _borrow_torch(x: Any, name: str) -> Tensor:
                 f"{name} is a nested tensor, not rows in memory: pass {name}.to_padded_tensor(0)"
             ) from None
         raise TensorError(f"{name} has no plain memory that can be borrowed: {error}") from error
-    return Tensor(array, dtype, "torch", False, x)
+    return Tensor(array, dtype, "torch", False, x, None, x.data_ptr())
 
 
 def _borrow_cupy(x: Any, name: str) -> Tensor:
@@ -323,6 +358,15 @@ def in_forward_mode(x: Any) -> bool:
     forward_ad = sys.modules["torch"].autograd.forward_ad
     level = getattr(forward_ad, "_current_level", 0)  # -1: no tensor has one; saves the call
     return level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
+def _has_memory(x: Any) -> bool:
+    """False if the storage of a tensor of torch ends before its last element. True if it has no storage at all."""
+    try:
+        last = sum([(n - 1) * abs(stride) for n, stride in zip(x.shape, x.stride(), strict=True)])
+        return bool(x.untyped_storage().nbytes() >= (x.storage_offset() + last + 1) * x.element_size())
+    except (RuntimeError, NotImplementedError):
+        return True
 
 
 def _array_of_torch(torch: Any, x: Any) -> Any:

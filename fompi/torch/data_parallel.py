@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from fompi.backends.wires import Feedback
@@ -64,7 +65,9 @@ class GradientBucket:
         ends = list(accumulate((p.numel() for p in parameters), initial=0))
         dtype, runs = parameters[0].dtype, list(pairwise(ends))
         self.dtype = str(dtype).removeprefix("torch.")
-        self.flat = torch.zeros(ends[-1] + (len(parameters) if used is None else 0), dtype=dtype)
+        count = ends[-1] + (len(parameters) if used is None else 0)
+        # Memory of NumPy, of which torch frees nothing: p.grad.untyped_storage().resize_(0) would free all gradients.
+        self.flat = torch.from_numpy(np.zeros(count * parameters[0].element_size(), np.uint8)).view(dtype)
         self.used = self.flat[ends[-1] :] if used is None else used
         self.views = [self.flat[a:b].view_as(p) for p, (a, b) in zip(parameters, runs, strict=True)]
         self.is_half = dtype in (torch.bfloat16, torch.float16)

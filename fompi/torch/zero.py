@@ -31,8 +31,9 @@ class ZeroDataParallel(Wrapper):
         norm = model.step(clip=1.0)                  # instead of optimizer.step() and zero_grad()
 
     zero: 0, 1 or 2. The other options are those of `DataParallel` too; `replicated` is by default that of
-    `fompi.torch.nn.replicated`. The parameters of the module are views of its buckets. Hooks announce the gradients, so
-    p.grad is None after a backward. For zero=3 use `DataParallel` itself.
+    `fompi.torch.nn.replicated`. The parameters of the module are views of its buckets; where the program gives one
+    other memory (`module.share_memory()`), its numbers are copied. Hooks announce the gradients, so p.grad is None
+    after a backward. For zero=3 use `DataParallel` itself.
 
     overlap: a step returns while parameters are still gathered, and each module waits for its own ones before its
     forward. Then do not read or write parameters after a step in another way than by a forward of the module that holds
@@ -69,10 +70,10 @@ class ZeroDataParallel(Wrapper):
         self.parallel = DataParallel(named, optimizer=optimizer, comm=self.comm, zero=zero, **options)
         self._handles: dict[str, Any] = {}
         self._names: dict[int, str] = {}
-        self._views: dict[str, torch.Tensor] = {}
+        self._places: dict[str, dlpack.Places] = {}  # of the parameters as views of their buckets
+        self._late: set[str] = set()  # those with other memory, which lacks what the last step brings
         with torch.no_grad():
             for name, parameter in named.items():
-                self._views[name] = self.parallel[name]
                 self._take(name, parameter)
         self._is_looked_at = True
         if self.overlap:
@@ -108,8 +109,10 @@ class ZeroDataParallel(Wrapper):
                 )
             )
         norm = self.parallel.step(clip, over)
-        for parameter in self._known.named.values():
+        for name, parameter in self._known.named.items():
             dlpack.mark_written(parameter)
+            if dlpack.moved(self._places[name]):
+                self._late.add(name)
         self._is_looked_at = False
         if not self.overlap:
             self.wait()
@@ -154,7 +157,10 @@ class ZeroDataParallel(Wrapper):
         self.refuse_copy()
         if not self.parallel.closed:
             for name in self._known.named if names is None else names:
-                self.parallel[name]
+                view = self.parallel[name]
+                if name in self._late:
+                    self._late.remove(name)
+                    self._known.named[name].copy_(view)
 
     def close(self) -> None:
         """Free the communicators. Collective. The module stays."""
@@ -167,17 +173,21 @@ class ZeroDataParallel(Wrapper):
         try:
             replaced = self._known.look()
             for name, parameter in self._known.named.items():
-                if name in replaced or not _is_view(parameter, self._views[name]):
-                    self.parallel[name]  # wait until nothing is gathered there
-                    self._views[name].copy_(parameter)
+                if name in replaced:
+                    self.parallel[name].copy_(parameter)
+                    self._late.discard(name)
                     self._take(name, parameter)
+                elif dlpack.moved(self._places[name]):
+                    self.wait([name])
+                    self.parallel[name].copy_(parameter)
         except Exception as error:
             self.parallel.refuse(error)
         self._is_looked_at = True
 
     def _take(self, name: str, parameter: torch.nn.Parameter) -> None:
         """The parameter becomes a view of its bucket, and its gradient is announced."""
-        parameter.data = self._views[name]
+        parameter.data = self.parallel[name]
+        self._places[name] = dlpack.places({name: parameter})
         self._names[id(parameter)] = name
         if name in self._handles:
             self._handles[name].remove()
@@ -196,7 +206,3 @@ class ZeroDataParallel(Wrapper):
                 self.parallel.ready(name, gradient)
 
         return ready
-
-
-def _is_view(parameter: torch.Tensor, view: torch.Tensor) -> bool:
-    return parameter.data_ptr() == view.data_ptr() and parameter.stride() == view.stride()

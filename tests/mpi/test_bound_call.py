@@ -172,6 +172,85 @@ def test_torch_and_half_types(world):
         fompi.all_reduce.bind(torch.ones(3, requires_grad=True), comm=world)
 
 
+def larger(x):
+    kept = x.clone()
+    x.untyped_storage().resize_(1 << 16)
+    x.copy_(kept)
+
+
+MOVES = {
+    "share_memory_": lambda x: x.share_memory_(),
+    "storage.resize_": larger,
+    "set_": lambda x: x.set_(x.clone()),
+    "data": lambda x: setattr(x, "data", x.clone()),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("how", ["in place", "out", "columns", "plan", "dim"])
+def test_memory_that_torch_moves(world, how, move):
+    """A bound call reads and writes the tensors where they are, as torch does."""
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(world.rank)
+    x, w, out = torch.randn(4, 3), torch.randn(3, 2 * world.size), torch.empty(4 * world.size, 3)
+    rows = fompi.Spec((4 * world.size, 3), "float32", fompi.Shard(0))
+    bound = {
+        "in place": lambda: fompi.all_reduce.bind(x, out=x, comm=world),
+        "out": lambda: fompi.all_gather.bind(x, out=out, comm=world),
+        "columns": lambda: fompi.matmul_all_to_all_columns.bind(x, w, comm=world),
+        "plan": lambda: fompi.bind(fompi.plan(fompi.all_gather, rows, ranks=world.size), comm=world, x=x, out=out),
+        "dim": lambda: fompi.all_gather.bind(x, dim=1, comm=world),
+    }[how]
+    unbound = {
+        "in place": lambda: fompi.all_reduce(x, comm=world),
+        "columns": lambda: fompi.matmul_all_to_all_columns(x, w, comm=world),
+        "dim": lambda: fompi.all_gather(x, dim=1, comm=world),
+    }.get(how, lambda: fompi.all_gather(x, comm=world))
+    with bound() as step:
+        for number in range(4):
+            if number == 1 or (number == 2 and world.rank == 0):
+                for tensor in (x, w, out):
+                    MOVES[move](tensor)
+                dust = [torch.full((n,), -7.0) for n in (12, 24, 48, 96) for _ in range(9)]  # over what was freed
+            x += number
+            expected = unbound()
+            y = step() if number < 3 else step.start().wait()
+            assert torch.equal(y.reshape(expected.shape), expected), number
+            if how in ("out", "plan"):
+                assert torch.equal(out, expected)
+            if how == "in place":
+                assert torch.equal(x, expected)
+            if y is not x and y is not out:
+                y.share_memory_()  # a result may move, too
+    assert dust
+
+
+@pytest.mark.parametrize("change", ["resize_", "t_", "freed"])
+def test_a_bound_tensor_of_another_shape_is_refused(world, change):
+    """On all ranks, if only one of them has it."""
+    torch = pytest.importorskip("torch")
+    x = torch.ones(4, 4)
+    last = world.rank == world.size - 1
+    with fompi.all_reduce.bind(x, comm=world) as step:
+        step()
+        if last:
+            kept = x.clone()
+            {
+                "resize_": lambda: x.resize_(64, 64),
+                "t_": lambda: x.copy_(torch.arange(16.0).view(4, 4)).t_(),
+                "freed": lambda: x.untyped_storage().resize_(0),
+            }[change]()
+        with pytest.raises((fompi.ShapeError, fompi.TensorError) if last else fompi.PeerError):
+            step()
+        if last:
+            x.set_(kept)
+        assert torch.equal(step(), torch.full((4, 4), float(world.size)))
+        if last:
+            x.untyped_storage().resize_(0)
+        with pytest.raises(fompi.TensorError if last else (fompi.PeerError, fompi.MismatchError)):
+            fompi.all_reduce(x, comm=world)
+
+
 def test_refusals_reach_all_ranks(world):
     """And the communicator stays in step."""
     last = world.rank == world.size - 1

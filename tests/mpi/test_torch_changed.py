@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from mpi4py import MPI
+from torch.multiprocessing import reductions
 from torch.nn.utils import parametrizations, prune
 
 import fompi
@@ -108,6 +109,26 @@ def swapped(net):
         torch.utils.swap_tensors(net.a.bias, torch.nn.Parameter(torch.full((6,), 0.3)))
 
 
+def shared(net):
+    net.share_memory()  # the gradients move, too
+
+
+def queued(net):
+    """What torch.multiprocessing does to tensors that go through a queue."""
+    for tensor in net.state_dict().values():
+        reductions.reduce_tensor(tensor)
+
+
+def larger_storage(net):
+    for p in net.parameters():
+        p.untyped_storage().resize_(4096) if p.untyped_storage().resizable() else p.data.share_memory_()
+
+
+def other_storage(net):
+    with torch.no_grad():
+        net.b.weight.set_(net.b.weight.detach().clone() + 0.125)
+
+
 def pruned(net):
     prune.custom_from_mask(net.a, "weight", torch.arange(24).view(6, 4) % 3 > 0)
 
@@ -134,6 +155,10 @@ CHANGES = {
     "written": halved,
     "written through data": through_data,
     "swapped": swapped,
+    "share_memory": shared,
+    "through a queue": queued,
+    "larger storage": larger_storage,
+    "other storage": other_storage,
     "pruned": pruned,
     "replaced by a frozen one": tied,
     "frozen": frozen,

@@ -6,10 +6,12 @@ import pickle
 
 import numpy as np
 import pytest
+import strategy_calls
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import fompi
+from fompi.parallel.tensor import column_parallel_linear
 
 pytestmark = pytest.mark.ranks(mpich=[2], openmpi=[])
 
@@ -131,6 +133,51 @@ def test_the_storage_of_a_tensor_can_be_resized_after_a_call(tp, dtype):
     for tensor in given:
         assert tensor.untyped_storage().resizable()
         tensor.untyped_storage().resize_(0)
+
+
+CALLS = [name for name in strategy_calls.calls(fompi.Communicator()) if "data" not in name and "pipeline" not in name]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_memory_that_moves_between_a_forward_and_its_backward(tp, name):
+    """FSDP frees weights behind a forward, and gathers them anew. The bits are those of memory that stays."""
+    given, dust = [], []
+
+    def up(x):
+        x = np.array(x)
+        tensor = torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if x.dtype == strategy_calls.HALF else x
+        given.append(torch.as_tensor(tensor).clone())
+        return given[-1]
+
+    def down(x):
+        x = x.clone()
+        return x.view(torch.int16).numpy().view(strategy_calls.HALF) if x.dtype == torch.bfloat16 else x.numpy()
+
+    def moving(x):
+        """A result is read: what was given by then moves."""
+        before = down(x)
+        for tensor in given[: -1 if dust else None]:  # without the gradient, which is given last
+            storage = tensor.untyped_storage()
+            storage.resize_(storage.nbytes() + 4096)
+        dust.extend(torch.full((n,), torch.nan) for n in range(16, 2048, 16))
+        return before
+
+    stays = strategy_calls.calls(tp)[name](up, down)
+    given.clear()
+    for one, other in zip(strategy_calls.calls(tp)[name](up, moving), stays, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_weight_that_is_freed_before_its_backward_is_refused_on_all_ranks(tp):
+    x, w = torch.ones(4, 3, requires_grad=True), torch.ones(3, 2, requires_grad=True)
+    y, last = column_parallel_linear(x, w, comm=tp), tp.rank == tp.size - 1
+    if last:
+        w.untyped_storage().resize_(0)
+    with pytest.raises(fompi.TensorError if last else (fompi.MismatchError, fompi.PeerError)):
+        y.sum().backward()
+    w = torch.ones(3, 2, requires_grad=True)
+    column_parallel_linear(x, w, comm=tp).sum().backward()
+    assert torch.equal(w.grad, torch.full((3, 2), 4.0 * tp.size))
 
 
 def test_tensors_without_plain_memory_are_refused(tp):
