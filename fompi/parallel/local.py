@@ -95,8 +95,8 @@ class LocalAttention:
 
     def _kernel(self, q: Array, v: Array) -> Any:
         """The kernel to call. None: NumPy's functions."""
-        if self.kernel is not None or self.like.framework != "torch":
-            return self.kernel
+        if self.kernel is not None or self.like.framework != "torch" or self.like.host is not None:
+            return self.kernel  # torch has no kernel for host tensors that FOMPI_DEVICE has put on a device
         return DOORS.attention_of_torch(self.dtype, place(q) is not None, q.shape[2] == v.shape[2])
 
     def attend(

@@ -20,6 +20,7 @@ import fompi
 from fompi.backends.cuda import backend_of
 from fompi.backends.cuda.software import SoftwareDevice
 from fompi.mpi.paths import DIRECT, IPC, STAGED
+from fompi.parallel.sequence import Sharding, ring_attention
 from fompi.plans.plan import Compute
 from fompi.runtime.needs import device_nbytes
 from fompi.schedules import registry
@@ -507,9 +508,10 @@ def test_many_calls_in_flight(world, device, path):
 def use_for_tensors_of_the_host(monkeypatch, device):
     """As FOMPI_DEVICE does it."""
     from fompi.ops import arguments
+    from fompi.parallel import arrays
     from fompi.runtime import binding, default_device
 
-    for module in (arguments, binding, default_device):
+    for module in (arguments, arrays, binding, default_device):
         monkeypatch.setattr(module, "default_device", lambda: device)
 
 
@@ -541,6 +543,21 @@ def test_operations_on_host_tensors_run_on_the_device(world, monkeypatch, path):
         step.ready("x", 0)
         assert (step.wait() == 7).all() and (out == 7).all()
     assert device.clocks.of["the host"]["the host"] > 10 and not device.reports
+
+
+def test_attention_on_tensors_of_torch_runs_on_the_device(world, monkeypatch):
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(world.rank)
+    qkv = [torch.randn(4, 2, 3, requires_grad=True) for _ in range(3)]
+
+    def results():
+        y = ring_attention(*qkv, Sharding(4 * world.size, ring=world.size), comm=world)
+        return [y.detach(), *torch.autograd.grad(y.square().sum(), qkv)]
+
+    wanted = results()
+    use_for_tensors_of_the_host(monkeypatch, SoftwareDevice(seed=world.rank, delay=0))
+    for one, other in zip(results(), wanted, strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 WITH_GRADIENTS = [name for name in calls.NAMES if "gradient" not in name]
