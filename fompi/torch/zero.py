@@ -71,7 +71,7 @@ class ZeroDataParallel(Wrapper):
         self._handles: dict[str, Any] = {}
         self._names: dict[int, str] = {}
         self._places: dict[str, dlpack.Places] = {}  # of the parameters as views of their buckets
-        self._late: set[str] = set()  # those with other memory, which lacks what the last step brings
+        self._late: set[str] = set()  # those that nobody has waited for since the last step
         with torch.no_grad():
             for name, parameter in named.items():
                 self._take(name, parameter)
@@ -111,8 +111,7 @@ class ZeroDataParallel(Wrapper):
         norm = self.parallel.step(clip, over)
         for name, parameter in self._known.named.items():
             dlpack.mark_written(parameter)
-            if dlpack.moved(self._places[name]):
-                self._late.add(name)
+            self._late.add(name)
         self._is_looked_at = False
         if not self.overlap:
             self.wait()
@@ -158,9 +157,9 @@ class ZeroDataParallel(Wrapper):
         if not self.parallel.closed:
             for name in self._known.named if names is None else names:
                 view = self.parallel[name]
-                if name in self._late:
-                    self._late.remove(name)
+                if name in self._late and dlpack.moved(self._places[name]):
                     self._known.named[name].copy_(view)
+                self._late.discard(name)
 
     def close(self) -> None:
         """Free the communicators. Collective. The module stays."""
