@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from time import perf_counter
@@ -31,9 +32,9 @@ _HEADER = struct.Struct("<7q")
 """Call number, digest, signature + hint + rows for the peer, expected rows (or -1), what saves the second round, and
 which message of the plan it carries (0: none).
 
-What saves it is a hash of all rows of this rank, and one of all these hashes in the last agreement of this rank with
-these rows (0: there was none). If all ranks send the latter, and it is that of the hashes that arrive, the rows fit as
-they did. The message is its number plus the `presumption` of the sender.
+What saves it is a digest of all rows of this rank, and one of all these digests in the last agreement of this rank with
+these rows (0: there was none). If all ranks send the latter, and it is that of the digests that arrive, the rows fit
+as they did. The message is its number plus the `presumption` of the sender.
 """
 
 MOST_AGREED = 256
@@ -60,8 +61,8 @@ _PRESUMED, _NUMBERS = (1 << 62 - MESSAGE_BITS) - 1, (1 << MESSAGE_BITS) - 1
 
 
 def presumption(headers: Sequence[Sequence[int]]) -> int:
-    """What says that these are the headers of all ranks but for the numbers of the call: a hash, then a free number."""
-    return (hash(tuple([tuple(header[1:6]) for header in headers])) & _PRESUMED | 1) << MESSAGE_BITS
+    """What says that these are the headers of all ranks but for the numbers of the call: a digest, a free number."""
+    return (digest_of([word for header in headers for word in header[1:6]]) & _PRESUMED | 1) << MESSAGE_BITS
 
 
 def numbers_of(words: Sequence[int], presumed: int) -> list[tuple[int, int]]:
@@ -125,8 +126,13 @@ class Members(Protocol):
 
 
 def digest(text: str) -> int:
-    """56 bits of a hash of `text`, the same on all ranks."""
+    """56 bits that identify `text`, the same on all ranks. `hash` is another number in another build of Python."""
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest())
+
+
+def digest_of(numbers: Sequence[int]) -> int:
+    """The same for integers of 64 bits."""
+    return int.from_bytes(blake2b(array("q", numbers), digest_size=7).digest())
 
 
 def agree(comm: Members, text: str, refusal: Exception | None = None, value: int = 0) -> Sequence[int]:
@@ -247,7 +253,7 @@ class Agreement(Task):
         pack, stamp, hint, expects = _HEADER.pack, self.stamp, self.hint, self.expects
         whole = known = 0
         if not self.equal_totals and not self.runs:
-            whole = hash((expects, *self.outgoing, *(self.arriving or ())))  # of integers: alike on all ranks
+            whole = digest_of((expects, *self.outgoing, *(self.arriving or ())))
             known = self.comm.agreed.get((own_digest, whole), 0)
         return [pack(stamp, own_digest, rows | hint, expects, whole, known, 0) for rows in self.outgoing]
 
@@ -369,7 +375,7 @@ class Agreement(Task):
 
     def _must_confirm(self, expected: Sequence[int], wholes: Sequence[int], known: Sequence[int]) -> bool:
         """True if a second round must confirm that the rows fit: they did not before."""
-        fit_as_before = known[0] != 0 and known.count(hash(wholes)) == self.comm.size
+        fit_as_before = known[0] != 0 and known.count(digest_of(wholes)) == self.comm.size
         return not fit_as_before and self._check_expected(expected)
 
     def _remember(self, wholes: Sequence[int]) -> None:
@@ -377,7 +383,7 @@ class Agreement(Task):
         agreed = self.comm.agreed
         while len(agreed) >= MOST_AGREED:
             del agreed[next(iter(agreed))]
-        agreed[self.digest, wholes[self.comm.rank]] = hash(tuple(wholes))
+        agreed[self.digest, wholes[self.comm.rank]] = digest_of(wholes)
 
     def _take_runs(self) -> bytearray:
         """Take the runs out of what has arrived. Returns the headers."""

@@ -65,7 +65,7 @@ def _found() -> NativeSupport:
 def _address(name: str, extension: str) -> int | None:
     """The address of the function of MPI that `extension`, the module of mpi4py, calls by this name.
 
-    It is found as the linker finds it for mpi4py: in what is loaded for the whole process, as by LD_PRELOAD, then in the
+    It is found as the linker finds it for mpi4py: in what the whole process has loaded, as by LD_PRELOAD, then in the
     MPI library of the extension, whatever the names of its files are. So a preloaded profiler sees the calls of C too.
     """
     everywhere, own = ctypes.CDLL(None), ctypes.CDLL(extension)  # nothing is loaded: mpi4py has loaded it
