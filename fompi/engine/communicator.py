@@ -170,7 +170,7 @@ class Communicator(Shared):
             machine = self.engine.machine
             text = f"Communicator of fompi {__version__}{' with FOMPI_REPORT' * (self.engine.report is not None)}"
             if machine is not None:
-                text += f", FOMPI_MACHINE {machine.name} ({machine.digest})"
+                text += f", FOMPI_MACHINE {machine.name}{machine.details}"
             host = digest(socket.gethostname()) % (1 << VALUE_BITS)
             values = list(agree(self, text, refusal, value=host))
             hosts = digest(str(values))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import struct
+import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
@@ -19,6 +20,7 @@ from time import perf_counter
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from fompi.base.differences import MOST_LETTERS, in_what_they_differ, without_details
 from fompi.base.errors import MismatchError, PeerError, ShapeError, in_words
 from fompi.engine.control import Channel
 from fompi.engine.engine import Engine
@@ -85,8 +87,8 @@ _ROWS_BITS, HINT_BITS, SIGNATURE_BITS = 34, 7, 22
 VALUE_BITS = _ROWS_BITS
 """`agree` sends its value in place of the rows."""
 
-_DESCRIPTION_NBYTES = 1024
-"""The size of a description. A longer one is cut off."""
+_DESCRIPTION_NBYTES, _ALL_DESCRIPTIONS_NBYTES = 1 << 20, 1 << 28
+"""The room for a description, which is compressed, and for those of all ranks. Hardly any of it is touched."""
 
 REFUSED = -1
 """In place of the digest: this rank refuses its own arguments."""
@@ -163,7 +165,7 @@ def begin_agreement(
         number = digest(text) if compared is None else compared
         agreement = Agreement(comm, stamp, number, lambda: text, [value] * comm.size, refusal=refusal)
         agreement.runs = [told] * comm.size if told else ()
-        comm.note_start(text, stamp)
+        comm.note_start(without_details(text), stamp)
         agreement.start()
     return agreement
 
@@ -258,6 +260,10 @@ class Agreement(Task):
         return [pack(stamp, own_digest, rows | hint, expects, whole, known, 0) for rows in self.outgoing]
 
     @property
+    def _name(self) -> str:
+        return without_details(self.describe())
+
+    @property
     def has_one_round(self) -> bool:
         """True for a finished agreement that the headers have decided."""
         return self._round == HANDSHAKE
@@ -319,16 +325,19 @@ class Agreement(Task):
             if peer != rank:
                 engine.post(link.irecv(into[peer * nbytes : (peer + 1) * nbytes], peer, tag), self, peer)
         for peer in (*range(rank + 1, size), *range(rank)):
-            engine.post_send(link.isend(messages[peer], peer, tag), len(messages[peer]), self, -1)
+            awaited = round == DESCRIPTION  # it may be large, and this rank may leave by its error
+            sent = engine.post_send(link.isend(messages[peer], peer, tag), len(messages[peer]), self, -1 - awaited)
+            self._missing += awaited and not sent
         if self._missing == 0:
             self._end_round()
 
     def completed(self, key: int) -> None:
-        if key < 0:  # a send
+        if key == -1:  # a send that nobody awaits
             return
         self.moved_at = perf_counter()
-        self.last = key
-        self._arrived.add(key)
+        if key >= 0:
+            self.last = key
+            self._arrived.add(key)
         self._missing -= 1
         if self._missing == 0 and not self.finished:
             self._end_round()
@@ -363,9 +372,11 @@ class Agreement(Task):
         self._ended = next((r for r, d in enumerate(digests) if d in (ENDED, _REFUSALS_OF_STEPS[ENDED])), None)
         self._ends_step = not {*digests}.isdisjoint(_REFUSALS_OF_STEPS.values())
         words = in_words(self.refusal) if self.refusal is not None else self.describe()
-        text = words.encode()[: _DESCRIPTION_NBYTES - 1]
-        message = bytes([self.refusal is not None]) + text.ljust(_DESCRIPTION_NBYTES - 1, b"\0")
-        self._exchange(_DESCRIPTION_NBYTES, DESCRIPTION, [message] * self.comm.size)
+        nbytes, refuses = min(_DESCRIPTION_NBYTES, _ALL_DESCRIPTIONS_NBYTES // size), bytes([self.refusal is not None])
+        message = refuses + zlib.compress(words.encode())
+        if len(message) > nbytes:
+            message = refuses + zlib.compress(without_details(words)[:MOST_LETTERS].encode())
+        self._exchange(nbytes, DESCRIPTION, [message] * size)
 
     def _take_carried(self, fields: Sequence[int]) -> None:
         """Find what headers have carried: that of ranks that have presumed what came true."""
@@ -399,31 +410,28 @@ class Agreement(Task):
         if not self.equal_totals:
             if self.expects not in (-1, total):
                 self.refusal = ShapeError(
-                    f"{self.describe()}: {total} rows arrive here, but an operand or out= has {self.expects}"
+                    f"{self._name}: {total} rows arrive here, but an operand or out= has {self.expects}"
                 )
             elif self.arriving is not None and list(self.arriving) != list(self.rows):
                 self.refusal = ShapeError(
-                    f"{self.describe()}: {list(self.rows)} rows arrive here, a number from each rank, but "
+                    f"{self._name}: {list(self.rows)} rows arrive here, a number from each rank, but "
                     f"{list(self.arriving)} are expected"
                 )
             return True
         for rank, rows in enumerate(expected):
             if rows not in (-1, total):
                 self.error = ShapeError(
-                    f"{self.describe()}: {total} rows are gathered, but rank {rank} has an operand or out= with {rows}"
+                    f"{self._name}: {total} rows are gathered, but rank {rank} has an operand or out= with {rows}"
                 )
                 break
         return False
 
     def _disagree(self) -> None:
-        """End with an error that quotes the descriptions of all ranks."""
-        ranks_of: dict[str, list[int]] = {}
-        size = _DESCRIPTION_NBYTES
-        for rank in range(self.comm.size):
-            flag, text = self._inbox[rank * size], self._inbox[rank * size + 1 : (rank + 1) * size]
-            verb = "refuse" if flag else "call"
-            ranks_of.setdefault(f"{verb} {bytes(text).rstrip(bytes(1)).decode(errors='replace')}", []).append(rank)
-        calls = "; ".join(_sentence(ranks, what) for what, ranks in ranks_of.items())
+        """End with an error that quotes the descriptions of all ranks, or says in what they differ."""
+        nbytes = len(self._inbox) // self.comm.size
+        packets = [self._inbox[at : at + nbytes] for at in range(0, len(self._inbox), nbytes)]
+        texts = [zlib.decompressobj().decompress(packet[1:]).decode(errors="replace") for packet in packets]
+        calls = in_what_they_differ(texts, [bool(packet[0]) for packet in packets])
         what = f"call {self.stamp} of {self.comm.name}: {calls}"
         error: Exception = MismatchError(f"the ranks disagree in {what}")
         if self._ended is not None:
@@ -458,13 +466,5 @@ class Agreement(Task):
     def waits_for(self) -> tuple[int, str] | None:
         for peer in range(self.comm.size):
             if peer not in self._arrived:
-                return peer, f"rank {peer} to start call {self.stamp}, {self.describe()}"
+                return peer, f"rank {peer} to start call {self.stamp}, {self._name}"
         return None
-
-
-def _sentence(ranks: list[int], what: str) -> str:
-    """Either "ranks 0, 2 call x" or "rank 1 calls x"."""
-    if len(ranks) == 1:
-        verb, _, rest = what.partition(" ")
-        return f"rank {ranks[0]} {verb}s {rest}"
-    return f"ranks {', '.join(map(str, ranks))} {what}"
