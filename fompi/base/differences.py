@@ -1,4 +1,4 @@
-"""What the ranks compare before a call, as text with details, and in what the texts of all ranks differ."""
+"""What the ranks compare before a call: a text with details. An error says in what the texts of all ranks differ."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 MOST_NAMED, MOST_LETTERS = 8, 1000
-"""An error names at most so many differences, and ranks that are alike. It cuts longer texts to where they differ."""
+"""An error names at most so many differences, values and ranks. It cuts longer texts to where they differ."""
 
 _DETAILS, _DIGEST = re.compile("\1(.*?)\2(.*?)\3", re.DOTALL), "\4"
 
 
 def detail(name: str, value: object, digest: int | None = None) -> str:
-    """A part of a text that the ranks compare. An error shows it only where it differs: the name, and all values.
+    """A part of a text that an error shows only where it differs: the name, and the value of each rank.
 
     Where only the digests differ, the error says on which ranks.
     """
@@ -25,41 +25,39 @@ def without_details(text: str) -> str:
 
 
 def in_what_they_differ(texts: Sequence[str], refuse: Sequence[bool]) -> str:
-    """What the ranks call or refuse, in words, by their texts. If all call the same: which details differ."""
-    calls = [rank for rank, refuses in enumerate(refuse) if not refuses]
-    heads = _cut([without_details(text) for text in texts])
-    details = {rank: dict(_DETAILS.findall(texts[rank])) for rank in calls}
-    shared = [name for name in details[calls[0]] if all(name in details[r] for r in calls)] if calls else []
-    is_one_call = len({*heads}) == 1 and len(calls) == len(texts)
+    """What the ranks call or refuse, by their texts, and which details of the calls differ."""
+    heads = [
+        *zip(["refuse" if refuses else "call" for refuses in refuse], _cut(map(without_details, texts)), strict=True)
+    ]
+    details = {rank: dict(_DETAILS.findall(texts[rank])) for rank, refuses in enumerate(refuse) if not refuses}
+    names = dict.fromkeys(name for known in details.values() for name in known)
+    shared = dict.fromkeys(name for name in names if all(name in known for known in details.values()))
     found: list[str] = []
-    if is_one_call or shared:
-        for name in dict.fromkeys(name for rank in calls for name in details[rank]):
-            found += _difference(name, {rank: details[rank].get(name, "missing") for rank in calls})
-        orders = {rank: [name for name in details[rank] if name in shared] for rank in calls}
-        for at in range(len(shared)):
-            if changed := _difference(f"number {at} of them", {rank: order[at] for rank, order in orders.items()}):
-                found += changed
-                break
+    if shared or len({*heads}) == 1:  # else they are no details of one call
+        for name in names:
+            found += _difference(name, {rank: known.get(name, "missing") for rank, known in details.items()})
+        orders = {rank: [name for name in known if name in shared] for rank, known in details.items()}
+        places = (_difference(f"number {i}", {r: names[i] for r, names in orders.items()}) for i in range(len(shared)))
+        found += next(filter(None, places), [])
     if len(found) > MOST_NAMED:
-        found[MOST_NAMED:] = [f"and {len(found) - MOST_NAMED} more differ"]
-    if found and is_one_call:
-        return "; ".join([f"all ranks call {heads[0]}, but with other values", *found])
-    by_call = _alike({rank: ("refuse" if refuse[rank] else "call", head) for rank, head in enumerate(heads)})
-    whats = [f"{_ranks_in_words(r)} {verb}{'s' * (len(r) == 1)} {head}" for (verb, head), r in by_call.items()]
-    return "; ".join([*whats, *found])
+        found[MOST_NAMED:] = [f"and {len(found) - MOST_NAMED} more"]
+    if found and len({*heads}) == 1:
+        return "; ".join([f"all ranks call {heads[0][1]}, but these differ", *found])
+    calls = _alike(dict(enumerate(heads))).items()
+    return "; ".join([*(f"{_names(r)} {verb}{'s' * (len(r) == 1)} {head}" for (verb, head), r in calls), *found])
 
 
 def _difference(name: str, values: Mapping[int, str]) -> list[str]:
     """The values of `name` on the ranks, in words. Empty if they are the same."""
-    by_value = _alike(values)
-    if len(by_value) == 1:
+    ranks_of = _alike(values)
+    if len(ranks_of) == 1:
         return []
-    by_shown = _alike({rank: value.partition(_DIGEST)[0] for rank, value in values.items()})
-    if len(by_shown) == 1:
-        ranks = " and ".join([_ranks_in_words(ranks) for ranks in by_value.values()][:MOST_NAMED])
-        return [f"{name}: {', '.join([*filter(None, by_shown), f'contents differ between {ranks}'])}"]
-    shown = zip(_cut(by_shown), by_shown.values(), strict=True)
-    return [f"{name}: " + ", ".join([f"{value} on {_ranks_in_words(ranks)}" for value, ranks in shown][:MOST_NAMED])]
+    shown = _alike({rank: value.partition(_DIGEST)[0] for rank, value in values.items()})
+    if len(shown) == 1:
+        found = f"contents differ between {' and '.join([*map(_names, ranks_of.values())][:MOST_NAMED])}"
+        return [f"{name}: {', '.join([*filter(None, shown), found])}"]
+    words = [f"{value} on {_names(ranks)}" for value, ranks in zip(_cut(shown), shown.values(), strict=True)]
+    return [f"{name}: {', '.join(words[:MOST_NAMED])}"]
 
 
 def _alike(values: Mapping[int, Any]) -> dict[Any, list[int]]:
@@ -70,18 +68,17 @@ def _alike(values: Mapping[int, Any]) -> dict[Any, list[int]]:
     return ranks_of
 
 
-def _ranks_in_words(ranks: Sequence[int]) -> str:
+def _names(ranks: Sequence[int]) -> str:
     more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:MOST_NAMED]))}{more}"
 
 
-def _cut(texts: Iterable[str]) -> list[str]:
-    """Texts that are too long, without most of what they begin with alike, and cut to MOST_LETTERS."""
-    texts = [*texts]
+def _cut(given: Iterable[str]) -> list[str]:
+    """Texts without most of what they begin with alike, if they are too long, and cut to MOST_LETTERS."""
+    texts, most = [*given], MOST_LETTERS // 4
     if max(map(len, texts)) <= MOST_LETTERS:
         return texts
     same = next((i for i, letters in enumerate(zip(*texts, strict=False)) if len({*letters}) > 1), 0)
-    head, begin = min(same, MOST_LETTERS // 4), max(0, same - MOST_LETTERS // 4)
-    if begin > head:
-        texts = [f"{text[:head]} ... {text[begin:]}" for text in texts]
+    if same > 2 * most:
+        texts = [f"{text[:most]} ... {text[same - most :]}" for text in texts]
     return [text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]} ..." for text in texts]
