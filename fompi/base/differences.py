@@ -26,9 +26,8 @@ def without_details(text: str) -> str:
 
 def in_what_they_differ(texts: Sequence[str], refuse: Sequence[bool]) -> str:
     """What the ranks call or refuse, by their texts, and which details of the calls differ."""
-    heads = [
-        *zip(["refuse" if refuses else "call" for refuses in refuse], _cut(map(without_details, texts)), strict=True)
-    ]
+    verbs = ["refuse" if refuses else "call" for refuses in refuse]
+    heads = [*zip(verbs, _cut(map(without_details, texts), MOST_LETTERS), strict=True)]
     details = {rank: dict(_DETAILS.findall(texts[rank])) for rank, refuses in enumerate(refuse) if not refuses}
     names = dict.fromkeys(name for known in details.values() for name in known)
     shared = dict.fromkeys(name for name in names if all(name in known for known in details.values()))
@@ -37,7 +36,10 @@ def in_what_they_differ(texts: Sequence[str], refuse: Sequence[bool]) -> str:
         for name in names:
             found += _difference(name, {rank: known.get(name, "missing") for rank, known in details.items()})
         orders = {rank: [name for name in known if name in shared] for rank, known in details.items()}
-        places = (_difference(f"number {i}", {r: names[i] for r, names in orders.items()}) for i in range(len(shared)))
+        places = (
+            _difference(f"in the order, number {i}", {r: names[i] for r, names in orders.items()})
+            for i in range(len(shared))
+        )
         found += next(filter(None, places), [])
     if len(found) > MOST_NAMED:
         found[MOST_NAMED:] = [f"and {len(found) - MOST_NAMED} more"]
@@ -73,12 +75,12 @@ def _names(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:MOST_NAMED]))}{more}"
 
 
-def _cut(given: Iterable[str]) -> list[str]:
-    """Texts without most of what they begin with alike, if they are too long, and cut to MOST_LETTERS."""
-    texts, most = [*given], MOST_LETTERS // 4
-    if max(map(len, texts)) <= MOST_LETTERS:
+def _cut(given: Iterable[str], letters: int = MOST_LETTERS // 4) -> list[str]:
+    """Texts without most of what they begin with alike, if they are too long, and cut."""
+    texts, most = [*given], letters // 4
+    if max(map(len, texts)) <= letters:
         return texts
-    same = next((i for i, letters in enumerate(zip(*texts, strict=False)) if len({*letters}) > 1), 0)
+    same = next((i for i, each in enumerate(zip(*texts, strict=False)) if len({*each}) > 1), 0)
     if same > 2 * most:
         texts = [f"{text[:most]} ... {text[same - most :]}" for text in texts]
-    return [text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]} ..." for text in texts]
+    return [text if len(text) <= letters else f"{text[:letters]} ..." for text in texts]

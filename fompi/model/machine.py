@@ -18,7 +18,6 @@ from reprlib import repr as shown
 from typing import Any, NamedTuple
 
 from fompi.base import file_checks
-from fompi.base.differences import detail
 from fompi.base.errors import LayoutError
 from fompi.base.file_checks import Points
 from fompi.base.layout import COLLECTIVES
@@ -325,11 +324,6 @@ class Machine:
     def digest(self) -> str:
         """12 hexadecimal digits that identify this machine."""
         return blake2b(self.to_json().encode(), digest_size=6).hexdigest()
-
-    @cached_property
-    def details(self) -> str:
-        """What the ranks compare of it."""
-        return "".join(detail(f"{name} of the machine", repr(value)) for name, value in asdict(self).items())
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)

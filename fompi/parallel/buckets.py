@@ -18,6 +18,7 @@ from fompi.backends.cuda.failures import OutOfMemory
 from fompi.backends.half import storage
 from fompi.backends.numbers import filled, narrow, place, stored, widen
 from fompi.backends.wires import Feedback, carry
+from fompi.base.differences import MOST_NAMED as MOST_NAMED
 from fompi.base.differences import detail
 from fompi.base.errors import DeviceError, DtypeError, LayoutError, ShapeError
 from fompi.base.layout import accumulator, integer, offsets, split
@@ -35,8 +36,6 @@ from fompi.tensors.dlpack import Tensor
 Array = np.ndarray[Any, Any]
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-MOST_NAMED = 8
-"""An error names at most this many parameters."""
 
 
 @dataclass(frozen=True)

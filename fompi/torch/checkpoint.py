@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fompi.base.differences import detail
+from fompi.base.differences import MOST_NAMED, detail
 from fompi.base.errors import LayoutError, ShapeError, TensorError
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_reduce
@@ -22,9 +22,6 @@ from fompi.parallel.leaves import exact_sums
 from fompi.parallel.section import in_section
 from fompi.plans.problems import ORDERS, order_of
 from fompi.torch.sharded import PartLayout, Sharded
-
-MOST_NAMED = 8
-"""An error names at most this many parameters."""
 
 # ------------------------------------------------------------------------------------------------------ state dicts
 

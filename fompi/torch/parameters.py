@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, Self
 
 import torch
@@ -116,16 +116,24 @@ def copy_from_rank_0(tensors: Iterable[torch.Tensor], comm: Communicator) -> Non
 
 def enter(module: torch.nn.Module, comm: Communicator, text: str, refusal: Exception | None) -> None:
     """All ranks wrap the same module with the same options, or all raise."""
-    forms = ""
+    words = ""
     try:
         _check(module)
-        for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
-            for name, t in named:
-                frozen = ", frozen" if kind == "parameter" and not t.requires_grad else ""
-                forms += detail(f"{kind} {name!r}", f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}{frozen}")
+        words = forms(module)
     except Exception as error:
         refusal = refusal or error
-    agree(comm, f"{text}){forms}", refusal)
+    agree(comm, f"{text}){words}", refusal)
+
+
+def forms(module: torch.nn.Module, ignored: Collection[str] = ()) -> str:
+    """The parameters and buffers in their order, for the ranks to compare."""
+    words = ""
+    for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+        for name, t in named:
+            frozen = ", frozen" * (kind == "parameter" and not t.requires_grad)
+            if name not in ignored:
+                words += detail(f"{kind} {name!r}", f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}{frozen}")
+    return words
 
 
 def _check(module: torch.nn.Module) -> None:

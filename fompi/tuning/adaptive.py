@@ -142,8 +142,8 @@ class _Binding:
     @property
     def description(self) -> str:
         """A text that must be the same on all ranks."""
-        explanation = self.explanation
-        return f"{explanation.problem} {explanation.sizes} on {explanation.machine.name}{explanation.machine.details}"
+        explanation, machine = self.explanation, self.explanation.machine
+        return f"{explanation.problem} {explanation.sizes} on {machine.name}{detail('the machine', machine.to_json())}"
 
     @property
     def backend_id(self) -> int:

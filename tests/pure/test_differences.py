@@ -24,7 +24,7 @@ ALL = "all ranks call wrap(x), but these differ; "
         ([call(w="(2, 3)", b="(3,)"), call(w="(2, 4)", b="(3,)")], ALL + "w: (2, 3) on rank 0, (2, 4) on rank 1"),
         ([call(w=2, b=3), call(w=2), call(w=2, b=3)], ALL + "b: 3 on ranks 0, 2, missing on rank 1"),
         ([call(a=1), call(b=1)], ALL + "a: 1 on rank 0, missing on rank 1; b: missing on rank 0, 1 on rank 1"),
-        ([call(a=1, c=2, b=2), call(b=2, c=2, a=1)], ALL + "number 0: a on rank 0, b on rank 1"),
+        ([call(a=1, c=2, b=2), call(b=2, c=2, a=1)], ALL + "in the order, number 0: a on rank 0, b on rank 1"),
         ([call(w=("2", 77)), call(w=("2", 78)), call(w=("2", 77))],
          ALL + "w: 2, contents differ between ranks 0, 2 and rank 1"),
         ([call(w=("", 77)), call(w=("", 78))], ALL + "w: contents differ between rank 0 and rank 1"),
