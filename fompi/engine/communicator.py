@@ -171,7 +171,7 @@ class Communicator(Shared):
             machine = self.engine.machine
             text = f"Communicator of fompi {__version__}{' with FOMPI_REPORT' * (self.engine.report is not None)}"
             if machine is not None:
-                text += f", FOMPI_MACHINE {machine.name}{detail('the machine', machine.to_json())}"
+                text += f", FOMPI_MACHINE {machine.name}{detail('the machine', repr(machine))}"
             host = digest(socket.gethostname()) % (1 << VALUE_BITS)
             values = list(agree(self, text, refusal, value=host))
             hosts = digest(str(values))

@@ -36,6 +36,8 @@ def sum_replicated(grads: Iterable[Any], comm: Any = None, *, out: Iterable[Any]
     their gradients have different shapes or dtypes. The ranks then have written nothing of that dtype.
     """
     try:
+        if not isinstance(grads, Iterable) or not isinstance(out, Iterable | None):
+            raise TensorError("sum_replicated takes a list of gradients, and out= a list too: [p.grad for p in ...]")
         given = [dlpack.borrow(grad, f"gradient {i}") for i, grad in enumerate(grads)]
         if any(tensor.device is not given[0].device for tensor in given):
             raise TensorError("sum_replicated: the gradients are on different devices")

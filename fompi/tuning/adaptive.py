@@ -143,7 +143,7 @@ class _Binding:
     def description(self) -> str:
         """A text that must be the same on all ranks."""
         explanation, machine = self.explanation, self.explanation.machine
-        return f"{explanation.problem} {explanation.sizes} on {machine.name}{detail('the machine', machine.to_json())}"
+        return f"{explanation.problem} {explanation.sizes} on {machine.name}{detail('the machine', repr(machine))}"
 
     @property
     def backend_id(self) -> int:

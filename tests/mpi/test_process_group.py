@@ -34,7 +34,7 @@ class Crossed(torch.nn.Module):
 
 
 def test_ddp_of_torch_names_what_differs(world):
-    """On all ranks. torch alone gives the number of a parameter, on one rank; of a dtype or a buffer it says nothing."""
+    """On all ranks. torch alone gives the number of a parameter, on one rank, and nothing for a dtype or a buffer."""
     frozen, last = torch.nn.Linear(3, 2), world.rank == world.size - 1
     frozen.bias.requires_grad_(False)
     norm = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))

@@ -61,6 +61,8 @@ def test_no_gradients(tp):
     ("call", "words"),
     [
         (lambda: fompi.sum_replicated([np.ones(2), None]), "gradient 1 has type NoneType"),
+        (lambda: fompi.sum_replicated(None), "takes a list of gradients"),
+        (lambda: fompi.sum_replicated([np.ones(2)], out=3), "and out= a list too"),
         (lambda: fompi.sum_replicated([np.ones(2)], out=[]), "out= has 0 tensors for 1 gradients"),
         (lambda: fompi.sum_replicated([np.ones(2)], out=[np.ones(3)]), r"out 0 is float64 \(3,\), but its gradient"),
         (lambda: fompi.sum_replicated([np.ones(2)], out=[jnp.ones(2)]), "out 0 is read-only"),
