@@ -1,6 +1,7 @@
 """Definitions that every other room uses.
 
 - `errors`: the exceptions and warnings of fompi.
+- `differences`: what the ranks compare as text, and in what it differs.
 - `layout`: where the rows of a tensor are: layouts, shapes, blocks and their sizes.
 - `wires`: the forms in which messages carry elements in fewer bytes.
 - `nested`: results that are nested in tuples.

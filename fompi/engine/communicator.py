@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from fompi.base import kept
 from fompi.base.at_exit import at_exit
+from fompi.base.differences import detail
 from fompi.base.doors import DOORS
 from fompi.base.errors import LaunchError, LayoutError, StateError, in_words, text_of
 from fompi.base.layout import MOST_NBYTES, integer
@@ -170,7 +171,7 @@ class Communicator(Shared):
             machine = self.engine.machine
             text = f"Communicator of fompi {__version__}{' with FOMPI_REPORT' * (self.engine.report is not None)}"
             if machine is not None:
-                text += f", FOMPI_MACHINE {machine.name} ({machine.digest})"
+                text += f", FOMPI_MACHINE {machine.name}{detail('the machine', repr(machine))}"
             host = digest(socket.gethostname()) % (1 << VALUE_BITS)
             values = list(agree(self, text, refusal, value=host))
             hosts = digest(str(values))

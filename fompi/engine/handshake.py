@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import functools
 import struct
+import zlib
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from fompi.base.differences import MOST_LETTERS, in_what_they_differ, without_details
 from fompi.base.errors import MismatchError, PeerError, ShapeError, in_words
 from fompi.engine.control import Channel
 from fompi.engine.engine import Engine
@@ -31,9 +34,9 @@ _HEADER = struct.Struct("<7q")
 """Call number, digest, signature + hint + rows for the peer, expected rows (or -1), what saves the second round, and
 which message of the plan it carries (0: none).
 
-What saves it is a hash of all rows of this rank, and one of all these hashes in the last agreement of this rank with
-these rows (0: there was none). If all ranks send the latter, and it is that of the hashes that arrive, the rows fit as
-they did. The message is its number plus the `presumption` of the sender.
+What saves it is a digest of all rows of this rank, and one of all these digests in the last agreement of this rank with
+these rows (0: there was none). If all ranks send the latter, and it is that of the digests that arrive, the rows fit
+as they did. The message is its number plus the `presumption` of the sender.
 """
 
 MOST_AGREED = 256
@@ -60,8 +63,8 @@ _PRESUMED, _NUMBERS = (1 << 62 - MESSAGE_BITS) - 1, (1 << MESSAGE_BITS) - 1
 
 
 def presumption(headers: Sequence[Sequence[int]]) -> int:
-    """What says that these are the headers of all ranks but for the numbers of the call: a hash, then a free number."""
-    return (hash(tuple([tuple(header[1:6]) for header in headers])) & _PRESUMED | 1) << MESSAGE_BITS
+    """What says that these are the headers of all ranks but for the numbers of the call: a digest, a free number."""
+    return (digest_of([word for header in headers for word in header[1:6]]) & _PRESUMED | 1) << MESSAGE_BITS
 
 
 def numbers_of(words: Sequence[int], presumed: int) -> list[tuple[int, int]]:
@@ -84,8 +87,8 @@ _ROWS_BITS, HINT_BITS, SIGNATURE_BITS = 34, 7, 22
 VALUE_BITS = _ROWS_BITS
 """`agree` sends its value in place of the rows."""
 
-_DESCRIPTION_NBYTES = 1024
-"""The size of a description. A longer one is cut off."""
+_DESCRIPTION_NBYTES, _ALL_DESCRIPTIONS_NBYTES = 1 << 20, 1 << 28
+"""The room for a description, which is compressed, and for those of all ranks. Hardly any of it is touched."""
 
 REFUSED = -1
 """In place of the digest: this rank refuses its own arguments."""
@@ -125,8 +128,13 @@ class Members(Protocol):
 
 
 def digest(text: str) -> int:
-    """56 bits of a hash of `text`, the same on all ranks."""
+    """56 bits that identify `text`, the same on all ranks. `hash` is another number in another build of Python."""
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest())
+
+
+def digest_of(numbers: Sequence[int]) -> int:
+    """The same for integers of 64 bits."""
+    return int.from_bytes(blake2b(array("q", numbers), digest_size=7).digest())
 
 
 def agree(comm: Members, text: str, refusal: Exception | None = None, value: int = 0) -> Sequence[int]:
@@ -157,7 +165,7 @@ def begin_agreement(
         number = digest(text) if compared is None else compared
         agreement = Agreement(comm, stamp, number, lambda: text, [value] * comm.size, refusal=refusal)
         agreement.runs = [told] * comm.size if told else ()
-        comm.note_start(text, stamp)
+        comm.note_start(without_details(text), stamp)
         agreement.start()
     return agreement
 
@@ -247,9 +255,13 @@ class Agreement(Task):
         pack, stamp, hint, expects = _HEADER.pack, self.stamp, self.hint, self.expects
         whole = known = 0
         if not self.equal_totals and not self.runs:
-            whole = hash((expects, *self.outgoing, *(self.arriving or ())))  # of integers: alike on all ranks
+            whole = digest_of((expects, *self.outgoing, *(self.arriving or ())))
             known = self.comm.agreed.get((own_digest, whole), 0)
         return [pack(stamp, own_digest, rows | hint, expects, whole, known, 0) for rows in self.outgoing]
+
+    @property
+    def _name(self) -> str:
+        return without_details(self.describe())
 
     @property
     def has_one_round(self) -> bool:
@@ -313,16 +325,19 @@ class Agreement(Task):
             if peer != rank:
                 engine.post(link.irecv(into[peer * nbytes : (peer + 1) * nbytes], peer, tag), self, peer)
         for peer in (*range(rank + 1, size), *range(rank)):
-            engine.post_send(link.isend(messages[peer], peer, tag), len(messages[peer]), self, -1)
+            awaited = round == DESCRIPTION  # it may be large, and this rank may leave by its error
+            sent = engine.post_send(link.isend(messages[peer], peer, tag), len(messages[peer]), self, -1 - awaited)
+            self._missing += awaited and not sent
         if self._missing == 0:
             self._end_round()
 
     def completed(self, key: int) -> None:
-        if key < 0:  # a send
+        if key == -1:  # a send that nobody awaits
             return
         self.moved_at = perf_counter()
-        self.last = key
-        self._arrived.add(key)
+        if key >= 0:
+            self.last = key
+            self._arrived.add(key)
         self._missing -= 1
         if self._missing == 0 and not self.finished:
             self._end_round()
@@ -357,9 +372,11 @@ class Agreement(Task):
         self._ended = next((r for r, d in enumerate(digests) if d in (ENDED, _REFUSALS_OF_STEPS[ENDED])), None)
         self._ends_step = not {*digests}.isdisjoint(_REFUSALS_OF_STEPS.values())
         words = in_words(self.refusal) if self.refusal is not None else self.describe()
-        text = words.encode()[: _DESCRIPTION_NBYTES - 1]
-        message = bytes([self.refusal is not None]) + text.ljust(_DESCRIPTION_NBYTES - 1, b"\0")
-        self._exchange(_DESCRIPTION_NBYTES, DESCRIPTION, [message] * self.comm.size)
+        nbytes, refuses = min(_DESCRIPTION_NBYTES, _ALL_DESCRIPTIONS_NBYTES // size), bytes([self.refusal is not None])
+        message = refuses + zlib.compress(words.encode())
+        if len(message) > nbytes:
+            message = refuses + zlib.compress(without_details(words)[:MOST_LETTERS].encode())
+        self._exchange(nbytes, DESCRIPTION, [message] * size)
 
     def _take_carried(self, fields: Sequence[int]) -> None:
         """Find what headers have carried: that of ranks that have presumed what came true."""
@@ -369,7 +386,7 @@ class Agreement(Task):
 
     def _must_confirm(self, expected: Sequence[int], wholes: Sequence[int], known: Sequence[int]) -> bool:
         """True if a second round must confirm that the rows fit: they did not before."""
-        fit_as_before = known[0] != 0 and known.count(hash(wholes)) == self.comm.size
+        fit_as_before = known[0] != 0 and known.count(digest_of(wholes)) == self.comm.size
         return not fit_as_before and self._check_expected(expected)
 
     def _remember(self, wholes: Sequence[int]) -> None:
@@ -377,7 +394,7 @@ class Agreement(Task):
         agreed = self.comm.agreed
         while len(agreed) >= MOST_AGREED:
             del agreed[next(iter(agreed))]
-        agreed[self.digest, wholes[self.comm.rank]] = hash(tuple(wholes))
+        agreed[self.digest, wholes[self.comm.rank]] = digest_of(wholes)
 
     def _take_runs(self) -> bytearray:
         """Take the runs out of what has arrived. Returns the headers."""
@@ -393,31 +410,28 @@ class Agreement(Task):
         if not self.equal_totals:
             if self.expects not in (-1, total):
                 self.refusal = ShapeError(
-                    f"{self.describe()}: {total} rows arrive here, but an operand or out= has {self.expects}"
+                    f"{self._name}: {total} rows arrive here, but an operand or out= has {self.expects}"
                 )
             elif self.arriving is not None and list(self.arriving) != list(self.rows):
                 self.refusal = ShapeError(
-                    f"{self.describe()}: {list(self.rows)} rows arrive here, a number from each rank, but "
+                    f"{self._name}: {list(self.rows)} rows arrive here, a number from each rank, but "
                     f"{list(self.arriving)} are expected"
                 )
             return True
         for rank, rows in enumerate(expected):
             if rows not in (-1, total):
                 self.error = ShapeError(
-                    f"{self.describe()}: {total} rows are gathered, but rank {rank} has an operand or out= with {rows}"
+                    f"{self._name}: {total} rows are gathered, but rank {rank} has an operand or out= with {rows}"
                 )
                 break
         return False
 
     def _disagree(self) -> None:
-        """End with an error that quotes the descriptions of all ranks."""
-        ranks_of: dict[str, list[int]] = {}
-        size = _DESCRIPTION_NBYTES
-        for rank in range(self.comm.size):
-            flag, text = self._inbox[rank * size], self._inbox[rank * size + 1 : (rank + 1) * size]
-            verb = "refuse" if flag else "call"
-            ranks_of.setdefault(f"{verb} {bytes(text).rstrip(bytes(1)).decode(errors='replace')}", []).append(rank)
-        calls = "; ".join(_sentence(ranks, what) for what, ranks in ranks_of.items())
+        """End with an error that quotes the descriptions of all ranks, or says in what they differ."""
+        nbytes = len(self._inbox) // self.comm.size
+        packets = [self._inbox[at : at + nbytes] for at in range(0, len(self._inbox), nbytes)]
+        texts = [zlib.decompressobj().decompress(packet[1:]).decode(errors="replace") for packet in packets]
+        calls = in_what_they_differ(texts, [bool(packet[0]) for packet in packets])
         what = f"call {self.stamp} of {self.comm.name}: {calls}"
         error: Exception = MismatchError(f"the ranks disagree in {what}")
         if self._ended is not None:
@@ -452,13 +466,5 @@ class Agreement(Task):
     def waits_for(self) -> tuple[int, str] | None:
         for peer in range(self.comm.size):
             if peer not in self._arrived:
-                return peer, f"rank {peer} to start call {self.stamp}, {self.describe()}"
+                return peer, f"rank {peer} to start call {self.stamp}, {self._name}"
         return None
-
-
-def _sentence(ranks: list[int], what: str) -> str:
-    """Either "ranks 0, 2 call x" or "rank 1 calls x"."""
-    if len(ranks) == 1:
-        verb, _, rest = what.partition(" ")
-        return f"rank {ranks[0]} {verb}s {rest}"
-    return f"ranks {', '.join(map(str, ranks))} {what}"

@@ -1,10 +1,9 @@
-"""The functions of MPI for calls in C, in the library that mpi4py has loaded, and whether calls run in C at all."""
+"""The functions of MPI for calls in C, those that mpi4py calls, and whether calls run in C at all."""
 
 from __future__ import annotations
 
 import ctypes
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from fompi.backends import in_c
@@ -16,9 +15,6 @@ FUNCTIONS = ("MPI_Isend", "MPI_Issend", "MPI_Irecv", "MPI_Test", "MPI_Testsome")
 
 REQUEST_NBYTES = (4, 8)
 """The sizes of MPI_Request that are known: an int of MPICH, a pointer of Open MPI and of the standard ABI."""
-
-NAMES = ("libmpi.so", "libmpi_abi.so", "libmpich.so", "libmpi.")
-"""How the files of MPI libraries begin."""
 
 
 class NativeSupport(NamedTuple):
@@ -59,22 +55,24 @@ def _found() -> NativeSupport:
     nbytes = MPI._sizeof(MPI.Request)
     if nbytes not in REQUEST_NBYTES:
         return NativeSupport(None, f"this MPI has requests of {nbytes} bytes")
-    for loaded in _mpi_libraries():
-        if all(hasattr(loaded, name) for name in FUNCTIONS):
-            isend, issend, irecv, test, testsome = (
-                ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value or 0 for name in FUNCTIONS
-            )
-            in_c.run = kernel
-            return NativeSupport(Library(isend, issend, irecv, test, testsome, MPI.BYTE.handle, nbytes), "")
+    isend, issend, irecv, test, testsome = (_address(name, str(MPI.__file__)) for name in FUNCTIONS)
+    if isend and issend and irecv and test and testsome:
+        in_c.run = kernel
+        return NativeSupport(Library(isend, issend, irecv, test, testsome, MPI.BYTE.handle, nbytes), "")
     return NativeSupport(None, "the functions of the MPI library that mpi4py has loaded were not found")
 
 
-def _mpi_libraries() -> list[ctypes.CDLL]:
-    """The MPI libraries that are in the memory of this process: one, if all is well. Nothing is loaded."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return []
-    paths = dict.fromkeys(line.split(maxsplit=5)[-1] for line in lines if "/" in line)
-    found = [path for path in paths if Path(path).name.startswith(NAMES)]
-    return [ctypes.CDLL(path) for path in found] if len(found) == 1 else []
+def _address(name: str, extension: str) -> int | None:
+    """The address of the function of MPI that `extension`, the module of mpi4py, calls by this name.
+
+    It is found as the linker finds it for mpi4py: in what the whole process has loaded, as by LD_PRELOAD, then in the
+    MPI library of the extension, whatever the names of its files are. So a preloaded profiler sees the calls of C too.
+    """
+    everywhere, own = ctypes.CDLL(None), ctypes.CDLL(extension)  # nothing is loaded: mpi4py has loaded it
+    beneath = f"P{name}"  # what a profiler calls: it must be in the same MPI library
+    found = _symbol(everywhere, name) if _symbol(everywhere, beneath) == _symbol(own, beneath) else None
+    return found or _symbol(own, name)
+
+
+def _symbol(library: ctypes.CDLL, name: str) -> int | None:
+    return ctypes.cast(getattr(library, name), ctypes.c_void_p).value if hasattr(library, name) else None

@@ -9,15 +9,12 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.cuda import backend_of
+from fompi.base.differences import detail
 from fompi.base.errors import TensorError
-from fompi.engine.handshake import digest
 from fompi.ops.operation import CallOptions
 from fompi.ops.operations import all_reduce
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
-
-MOST_NAMED = 8
-"""An error names the shapes of at most this many gradients."""
 
 
 def sum_replicated(grads: Iterable[Any], comm: Any = None, *, out: Iterable[Any] | None = None) -> list[Any]:
@@ -39,6 +36,8 @@ def sum_replicated(grads: Iterable[Any], comm: Any = None, *, out: Iterable[Any]
     their gradients have different shapes or dtypes. The ranks then have written nothing of that dtype.
     """
     try:
+        if not isinstance(grads, Iterable) or not isinstance(out, Iterable | None):
+            raise TensorError("sum_replicated takes a list of gradients, and out= a list too: [p.grad for p in ...]")
         given = [dlpack.borrow(grad, f"gradient {i}") for i, grad in enumerate(grads)]
         if any(tensor.device is not given[0].device for tensor in given):
             raise TensorError("sum_replicated: the gradients are on different devices")
@@ -48,9 +47,10 @@ def sum_replicated(grads: Iterable[Any], comm: Any = None, *, out: Iterable[Any]
         all_reduce.refuse(error, comm)
         raise
     sums: list[Any] = [None] * len(given)
+    forms = "".join(detail(f"gradient {i}", f"{t.dtype} {t.array.shape}") for i, t in enumerate(given))
     for dtype in dict.fromkeys(tensor.dtype for tensor in given):
         numbers = [i for i, tensor in enumerate(given) if tensor.dtype == dtype]
-        total = _total([given[i] for i in numbers], dtype, comm)
+        total = _total([given[i] for i in numbers], dtype, comm, f"of gradients{forms}")
         begin = 0
         for i in numbers:
             array = given[i].array
@@ -66,16 +66,13 @@ def sum_replicated(grads: Iterable[Any], comm: Any = None, *, out: Iterable[Any]
     return targets
 
 
-def _total(tensors: Sequence[Tensor], dtype: str, comm: Any) -> Any:
-    """The sums of the tensors, one behind the other. The ranks compare the shapes, not only their total."""
+def _total(tensors: Sequence[Tensor], dtype: str, comm: Any, words: str) -> Any:
+    """The sums of the tensors, one behind the other. `words`: what the ranks compare, beside their total."""
     device = tensors[0].device
     if device is None:
         flat = np.concatenate([tensor.array.reshape(-1) for tensor in tensors])
     else:
         flat = backend_of(device).joined([tensor.array for tensor in tensors])
-    shapes = [tensor.array.shape for tensor in tensors]
-    more = f", ... (all: {digest(str(shapes)):x})" if len(shapes) > MOST_NAMED else ""
-    words = f"of gradients with the shapes {', '.join(map(str, shapes[:MOST_NAMED]))}{more}"
     arguments, _, _ = all_reduce.read((dlpack.lend(flat, dtype, "dlpack" if device is None else "device"),), {})
     total = all_reduce.run(replace(arguments, words=words), comm, CallOptions())
     return total.array if device is None else dlpack.borrow(total).array

@@ -18,11 +18,12 @@ from fompi.backends.cuda.failures import OutOfMemory
 from fompi.backends.half import storage
 from fompi.backends.numbers import filled, narrow, place, stored, widen
 from fompi.backends.wires import Feedback, carry
+from fompi.base.differences import MOST_NAMED as MOST_NAMED
+from fompi.base.differences import detail
 from fompi.base.errors import DeviceError, DtypeError, LayoutError, ShapeError
 from fompi.base.layout import accumulator, integer, offsets, split
 from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
-from fompi.engine.handshake import digest
 from fompi.model.flow_shop import Job, announced_units, makespan
 from fompi.model.machine import Machine
 from fompi.parallel.arrays import borrow_any, check_place
@@ -35,8 +36,6 @@ from fompi.tensors.dlpack import Tensor
 Array = np.ndarray[Any, Any]
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-MOST_NAMED = 8
-"""An error names at most this many parameters."""
 
 
 @dataclass(frozen=True)
@@ -377,17 +376,17 @@ def cut(tensors: Mapping[str, Tensor], most: int | Buckets) -> list[int]:
 
 def in_words(tensors: Mapping[str, Tensor]) -> str:
     """The parameters in their order, and a checksum of their values: what must be the same on all ranks."""
-    listed = [f"{name} {t.dtype}{[*t.array.shape]}" for name, t in tensors.items()]
-    values = 0
-    for tensor in tensors.values():
+    words = ""
+    for name, tensor in tensors.items():
         array = tensor.array if place(tensor.array) is None else stored(tensor.array).get()
-        values = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, values)
-    more = ", ..." if len(listed) > MOST_NAMED else ""
-    named = f"{', '.join(listed[:MOST_NAMED])}{more} (all: {digest(str(listed)):x})"
-    return f"{len(listed)} parameters: {named}, values {values:x}"
+        values = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        words += detail(f"parameter {name!r}", f"{tensor.dtype} {array.shape}", values)
+    return words
 
 
 def held_in_words(holders: Mapping[str, int | Array]) -> str:
     """How many ranks hold each parameter, with a checksum where the elements differ."""
-    held = {name: n if isinstance(n, int) else f"{zlib.crc32(n.tobytes()):x}" for name, n in holders.items()}
-    return f", replicated={held}" if held else ""
+    held = {
+        name: (f"{n} ranks",) if isinstance(n, int) else ("", zlib.crc32(n.tobytes())) for name, n in holders.items()
+    }
+    return "".join(detail(f"replicated[{name!r}]", *value) for name, value in held.items())

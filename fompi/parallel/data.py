@@ -175,8 +175,8 @@ class DataParallel:
         options += f", {order=!s}" if order != "any" else ""
         options += "" if self.replicas is None else f", {self.replicas.size} replicas"
         options += f", over={[axis.name for axis in self._known]}" if self._known else ""
-        text = f"DataParallel({how}, {options}, buckets of {[*counts]} parameters, {words}"
-        text += f"{held_in_words(self._holders)})"
+        text = f"DataParallel({how}, {options}, buckets of {[*counts]} parameters)"
+        text += words + held_in_words(self._holders)
         agree_everywhere([(axis, text) for axis in (self.comm, *self._others())], error)
 
         self._sums, self._gathers = (

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fompi.backends.numbers import empty, filled, narrow, place, upload, widen
+from fompi.base.differences import detail
 from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import offsets, split
-from fompi.engine.handshake import agree, digest
+from fompi.engine.handshake import agree
 from fompi.ops.operations import all_gather, all_reduce
 from fompi.parallel import section
 from fompi.parallel.arrays import borrow_any, call, check_place, lent, same_bits
@@ -30,8 +31,9 @@ MASTER = "master"
 def whole_state(dp: DataParallel, parameters: bool, rank0_only: bool) -> Saved:
     """The state of the optimizer, and the parameters, in the shapes of the parameters."""
     names = [name for bucket in dp.buckets for name in bucket.names]
-    kinds = digest(str([(name, key, _is_spread(dp, name, key)) for name in names for key in _kept(dp, name)]))
-    agree(dp.comm, f"state_dict of DataParallel, {parameters=}, {rank0_only=}, what the optimizer keeps {kinds:x}")
+    kinds = [(name, key, _is_spread(dp, name, key)) for name in names for key in _kept(dp, name)]
+    kept = "".join(detail(f"{key!r} of {name!r}", "in parts" if spread else "whole") for name, key, spread in kinds)
+    agree(dp.comm, f"state_dict of DataParallel, {parameters=}, {rank0_only=}{kept}")
     section.begin(dp.comm)
     keeps, optimizer, values = not rank0_only or dp.comm.rank == 0, Saved(), dict[str, Any]()
     for bucket in dp.buckets:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.numbers import constant, contiguous
+from fompi.base.differences import detail
 from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import as_integer, integer, offsets, split
 from fompi.engine.communicator import Communicator
-from fompi.engine.handshake import digest
 from fompi.ops.operations import all_gather
 from fompi.parallel.arrays import Array, borrow_any, call, enter, lent
 from fompi.parallel.attention import check_documents
@@ -121,8 +121,8 @@ def in_few_words(sharding: Sharding) -> str:
     """The sharding in few words, for the ranks to compare."""
     documents = "" if sharding.cu_seqlens is None else f", {len(sharding.cu_seqlens) - 1} documents"
     return (
-        f"{sharding.length} tokens, ring={sharding.ring}, ulysses={sharding.ulysses}, {sharding.layout}{documents} "
-        f"({digest(str(sharding)):x})"
+        f"{sharding.length} tokens, ring={sharding.ring}, ulysses={sharding.ulysses}, {sharding.layout}{documents}"
+        + detail("cu_seqlens", sharding.cu_seqlens)
     )
 
 

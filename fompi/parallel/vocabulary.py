@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.numbers import filled, narrow, ordered_product, place, widen
+from fompi.base.differences import detail
 from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import accumulator, integer, number
 from fompi.base.wires import wire_of
@@ -96,7 +97,7 @@ def _embedding(
         check_leaves(order, comm, 0, False)
         rows = len(numbers)
         kept = list(counts_of("vocab_parallel_embedding", counts, rows, comm.size, "the rows"))
-        text = f"{tt.dtype}, tokens {numbers.shape} {_checksum(numbers)}, n={tt.array.shape[1]}, rows {kept}"
+        text = f"{tt.dtype}, {_checksum('tokens', numbers)}, n={tt.array.shape[1]}, rows {kept}"
         text += f", {sequence_parallel=}" + in_words(wire, order_of(order))
         return text, len(tt.array), (numbers, tt, kept)
 
@@ -140,11 +141,12 @@ def _embedding_backward(saved: Embedding, dy: Any) -> Gradients:
     return (give(gradient, saved.table),)
 
 
-def _checksum(numbers: Array) -> str:
-    """A checksum of integers that must be the same on all ranks, in any integer dtype. The host reads no device."""
+def _checksum(name: str, numbers: Array) -> str:
+    """The shape of integers, and a checksum: the same on all ranks, in any integer dtype. The host reads no device."""
     if place(numbers) is not None:
-        return "on a device"
-    return f"with checksum {zlib.crc32(np.ascontiguousarray(numbers, np.int64).data):x}"
+        return f"{name} {numbers.shape} on a device"
+    checksum = zlib.crc32(np.ascontiguousarray(numbers, np.int64).data)
+    return f"{name} {numbers.shape}{detail(f'the {name}', '', checksum)}"
 
 
 def _check_vocabulary(what: str, numbers: Array, total: int, comm: Communicator) -> None:
@@ -213,7 +215,7 @@ def _cross_entropy(
         if integer(ignore_index) is None:
             raise LayoutError(f"ignore_index={ignore_index!r} must be an integer")
         check_leaves(order, comm, tl.array.shape[-1], True)
-        text = f"{tl.dtype}, targets {numbers.shape} {_checksum(numbers)}, {label_smoothing=}, {ignore_index=}"
+        text = f"{tl.dtype}, {_checksum('targets', numbers)}, {label_smoothing=}, {ignore_index=}"
         text += in_words(None, order_of(order))
         return text, tl.array.shape[-1], (tl, numbers)
 

@@ -15,6 +15,7 @@ from fompi.backends.base import Backend
 from fompi.base.errors import PlanError, ShapeError, TensorError
 from fompi.base.layout import CARRIERS, Sizes
 from fompi.engine.communicator import Communicator
+from fompi.engine.handshake import digest
 from fompi.mpi import environment
 from fompi.plans.plan import Buffer, Plan
 from fompi.runtime.compiled import Compiled
@@ -88,6 +89,7 @@ class BoundPlan:
     def _use(self, sizes: Sizes) -> None:
         """Work out what every op does with these rows."""
         self._sizes, self._extents = sizes, self.plan.extents(self.comm.rank, sizes)
+        self._sizes_digest = digest(str(sizes))  # alike on all ranks, as the mark of a call must be
         sized, native = self.compiled.sized(self._extents), self._link.collective
         self._is_long = not self.compiled.asynchronous and self.compiled.is_long(sized)
         self._is_small = not self.kernels and self.compiled.is_small(sized)  # a kernel of the caller may be slow

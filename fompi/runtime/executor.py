@@ -576,7 +576,7 @@ class Executor(BoundPlan):
 
         It contains the number of the call, because a call without rows moves no message that other ranks see.
         """
-        number = 31 * self._calls if whole else 31 * self._calls + hash(self._sizes)  # of integers: alike on all ranks
+        number = 31 * self._calls if whole else 31 * self._calls + self._sizes_digest
         if label is None:
             return number
         known = integer(label)

@@ -28,6 +28,7 @@ from operator import index
 from types import CodeType
 from typing import Any
 
+from fompi.base.differences import detail
 from fompi.base.doors import DOORS
 from fompi.base.errors import PlanError
 from fompi.base.layout import NATIVE_SUMS, Sizes, Slices, integer
@@ -304,8 +305,11 @@ def fingerprint() -> str:
 
     It is the same in every process. It does not cover functions that a schedule calls, nor variables of its closure.
     """
-    words = [(name, moves, _code(getattr(SCHEDULES[name], "__code__", None))) for name, moves in REGISTERED.items()]
-    return f", with {blake2b(repr(words).encode(), digest_size=8).hexdigest()}" if words else ""
+    words = ""
+    for name, moves in REGISTERED.items():
+        code = repr((moves, _code(getattr(SCHEDULES[name], "__code__", None)))).encode()
+        words += detail(f"the schedule {name!r}", "", int.from_bytes(blake2b(code, digest_size=8).digest()))
+    return words
 
 
 def _code(constant: object) -> object:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from fompi.base.differences import MOST_NAMED, detail
 from fompi.base.errors import LayoutError, ShapeError, TensorError
 from fompi.engine.communicator import Communicator
-from fompi.engine.handshake import digest
 from fompi.ops.operations import all_reduce
 from fompi.parallel import section
 from fompi.parallel.arrays import same_bits
@@ -22,9 +22,6 @@ from fompi.parallel.leaves import exact_sums
 from fompi.parallel.section import in_section
 from fompi.plans.problems import ORDERS, order_of
 from fompi.torch.sharded import PartLayout, Sharded
-
-MOST_NAMED = 8
-"""An error names at most this many parameters."""
 
 # ------------------------------------------------------------------------------------------------------ state dicts
 
@@ -137,8 +134,8 @@ def _agree(
     except Exception as refusal:
         error = refusal
     axes = [*dict.fromkeys(comm for comm, _ in layouts.values())]
-    for_each = {name: layout.shape for name, (_, layout) in layouts.items()}
-    text = f"{what} of {len(for_each)} sharded parameters ({digest(str(for_each)):x})"
+    shapes = "".join(detail(f"parameter {name!r}", tuple(layout.shape)) for name, (_, layout) in layouts.items())
+    text = f"{what} of {len(layouts)} sharded parameters{shapes}"
     agree_everywhere([(axis, text) for axis in axes], error)
     for axis in axes:
         section.begin(axis)

@@ -13,15 +13,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, Self
 
 import torch
 from torch.nn.parameter import is_lazy
 
+from fompi.base.differences import detail
 from fompi.base.errors import DtypeError, ShapeError, StateError, TensorError
 from fompi.engine.communicator import Communicator
-from fompi.engine.handshake import agree, digest
+from fompi.engine.handshake import agree
 from fompi.ops.operations import broadcast
 from fompi.torch import private
 
@@ -115,14 +116,24 @@ def copy_from_rank_0(tensors: Iterable[torch.Tensor], comm: Communicator) -> Non
 
 def enter(module: torch.nn.Module, comm: Communicator, text: str, refusal: Exception | None) -> None:
     """All ranks wrap the same module with the same options, or all raise."""
-    listed = []
+    words = ""
     try:
         _check(module)
-        named = (*module.named_parameters(), *module.named_buffers())
-        listed = [f"{name} {t.dtype} {tuple(t.shape)} {t.requires_grad}" for name, t in named]
+        words = forms(module)
     except Exception as error:
         refusal = refusal or error
-    agree(comm, f"{text}, {len(listed)} tensors ({digest(str(listed)):x}))", refusal)
+    agree(comm, f"{text}){words}", refusal)
+
+
+def forms(module: torch.nn.Module, ignored: Collection[str] = ()) -> str:
+    """The parameters and buffers in their order, for the ranks to compare."""
+    words = ""
+    for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+        for name, t in named:
+            frozen = ", frozen" * (kind == "parameter" and not t.requires_grad)
+            if name not in ignored:
+                words += detail(f"{kind} {name!r}", f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}{frozen}")
+    return words
 
 
 def _check(module: torch.nn.Module) -> None:

@@ -51,6 +51,11 @@ NAMES: tuple[tuple[str, Any, str], ...] = (
         "_pop_mode_temporarily",
     ),
     ("torch._C._len_torch_dispatch_stack", torch._C, "_len_torch_dispatch_stack"),
+    (
+        "torch.nn.parallel.distributed._verify_param_shape_across_processes",
+        sys.modules["torch.nn.parallel.distributed"],
+        "_verify_param_shape_across_processes",
+    ),
 )
 """In words, and where: what must exist."""
 
@@ -389,6 +394,21 @@ def at_first_forward(prepare: Callable[[Any], object]) -> None:
         module.FSDPState._lazy_init = lazy_init
 
     after_import(FSDP_STATE, patch)
+
+
+def before_ddp_compares(compare: Callable[[Any, Any], object]) -> None:
+    """Call `compare(wrapper, module)` where torch's DistributedDataParallel compares shapes, without names."""
+    place: Any = sys.modules["torch.nn.parallel.distributed"]
+    verify = place._verify_param_shape_across_processes
+
+    @wraps(verify)
+    def compared(*args: Any, **options: Any) -> Any:
+        here = sys._getframe(1).f_locals  # of the constructor
+        if isinstance(here.get("self"), place.DistributedDataParallel) and here.get("init_sync_buffers", True):
+            compare(here["self"], here["module"])
+        return verify(*args, **options)
+
+    place._verify_param_shape_across_processes = compared
 
 
 def after_import(name: str, then: Callable[[Any], object]) -> None:

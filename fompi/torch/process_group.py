@@ -50,6 +50,7 @@ from fompi.ops.message_forms import PlainForm, PlainMemory
 from fompi.tensors import dlpack
 from fompi.torch import private, streams
 from fompi.torch.memory import copy_parts, flat, is_place_for, joined, place_for, rows
+from fompi.torch.parameters import forms
 from fompi.torch.store import own_connection
 from fompi.torch.work import FromAnyone, Landed, Work, in_words_of_torch
 
@@ -823,15 +824,21 @@ def create(opts: Any, _: Any = None) -> Any:
         )
     comm.agree(f"a group of torch of {ranks or 'all ranks'}", refusal)
     if not _KEPT:
-        _prepare_fsdp()
+        _prepare_wrappers()
     made = (OfDevices if has_others else Group)(comm, name, opts.store, opts.timeout)
     _KEPT.add(made)
     return made
 
 
 @cache
-def _prepare_fsdp() -> None:
-    """FSDP2 over these groups communicates behind computation, without a word of the program."""
+def _prepare_wrappers() -> None:
+    """FSDP2 over these groups communicates behind computation, and DDP says which parameter differs, unasked."""
+
+    def compare(wrapper: Any, module: torch.nn.Module) -> None:
+        if (group := private.with_communicator(wrapper.process_group)) is not None:
+            group.comm.agree(f"DistributedDataParallel of torch{forms(module, wrapper.parameters_to_ignore)}")
+
+    private.before_ddp_compares(compare)
     private.at_first_forward(lambda model: import_module("fompi.torch.fully_sharded").by_default(model))
 
 

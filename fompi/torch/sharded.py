@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn import init
 
+from fompi.base.differences import detail
 from fompi.base.errors import DtypeError, LayoutError, PlanError, ShapeError, TensorError
 from fompi.base.layout import integer, offsets
 from fompi.base.wires import wire_of
@@ -144,8 +145,8 @@ def enter_module(
         words = ", ".join(f"{key}={value!r}" for key, value in (sizes | options).items())
         if empty.device.type != "meta":
             numbers = torch.get_rng_state() if empty.device.type == "cpu" else torch.cuda.get_rng_state(empty.device)
-            state = digest(numbers.numpy().tobytes().hex()) % (1 << 32)
-            words += f", random state {state:08x} (call torch.manual_seed alike on all ranks)"
+            state = digest(numbers.numpy().tobytes().hex())
+            words += detail("the random state of torch (call torch.manual_seed alike on all ranks)", "", state)
         return f"{words}, {dtype}", 0, None
 
     group: Communicator = enter(name, comm, agreed)[0]

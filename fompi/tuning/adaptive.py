@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 
 from fompi.backends.base import Backend
+from fompi.base.differences import detail
 from fompi.base.errors import PlanError
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree, digest
@@ -141,8 +142,8 @@ class _Binding:
     @property
     def description(self) -> str:
         """A text that must be the same on all ranks."""
-        explanation = self.explanation
-        return f"{explanation.problem} {explanation.sizes} on {explanation.machine.digest}"
+        explanation, machine = self.explanation, self.explanation.machine
+        return f"{explanation.problem} {explanation.sizes} on {machine.name}{detail('the machine', repr(machine))}"
 
     @property
     def backend_id(self) -> int:
@@ -171,7 +172,7 @@ class _Binding:
         def list_candidates() -> list[Candidate]:
             return autotune.best_by_model(self.explanation)
 
-        key = f"bound {self.description} by {digest(str(backend_ids)):014x}"
+        key = f"bound {self.description}{detail('the backends', '', digest(str(backend_ids)))}"
         is_usable, keep = self.explanation.has, all(backend_ids)
         try:
             return autotune.fastest_of(self.comm, key, list_candidates, is_usable, time_call, keep)

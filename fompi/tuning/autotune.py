@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from fompi.base import kept
+from fompi.base.differences import detail
 from fompi.base.doors import DOORS
 from fompi.base.layout import Sizes, Slices
 from fompi.base.log import log
@@ -72,7 +73,7 @@ def measured_schedule(
     values = agree(comm, f'{problem.operation}(..., effort="measure")', value=own)
     rows, even = decode_rows([value % (1 << HINT_BITS) for value in values])
     problems = digest(str([value >> HINT_BITS for value in values]))
-    key = f"{problem.common} on {comm.size}, {problems:014x}, {rows.bit_length()} bits of rows"
+    key = f"{problem.common} on {comm.size}{detail('the problems', '', problems)}, {rows.bit_length()} bits of rows"
     key += place_of(comm, local)
     if problem.moves == "all_to_all":
         key += ", even" * even

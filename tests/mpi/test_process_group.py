@@ -26,6 +26,34 @@ def test_rank_and_size_come_from_mpi_and_nobody_connects(world, group):
     assert kept.is_connected == (world.rank == 0)
 
 
+class Crossed(torch.nn.Module):
+    def __init__(self, first, second):
+        super().__init__()
+        self.add_module(first, torch.nn.Linear(2, 2))
+        self.add_module(second, torch.nn.Linear(2, 2))
+
+
+def test_ddp_of_torch_names_what_differs(world):
+    """On all ranks. torch alone gives the number of a parameter, on one rank, and nothing for a dtype or a buffer."""
+    frozen, last = torch.nn.Linear(3, 2), world.rank == world.size - 1
+    frozen.bias.requires_grad_(False)
+    norm = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    for here, there, words in (
+        (torch.nn.Linear(3, 2), torch.nn.Linear(4, 2), r"'weight': float32 \(2, 3\) on rank.*float32 \(2, 4\) on rank"),
+        (torch.nn.Linear(3, 2), torch.nn.Linear(3, 2).double(), r"'bias': float32 \(2,\) on rank.*float64"),
+        (torch.nn.Linear(3, 2), torch.nn.Linear(3, 2, bias=False), r"'bias': float32 \(2,\) on rank.*missing on rank"),
+        (torch.nn.Linear(3, 2), frozen, r"'bias': float32 \(2,\) on rank.*float32 \(2,\), frozen on rank"),
+        (norm, torch.nn.Sequential(norm[0], torch.nn.BatchNorm1d(3)), r"buffer '1.running_mean': float32 \(2,\) on"),
+        (Crossed("a", "b"), Crossed("b", "a"), "in the order, number 0: parameter 'a.weight' on rank"),
+    ):
+        with pytest.raises(fompi.MismatchError, match=words):
+            torch.nn.parallel.DistributedDataParallel(there if last else here)
+    net = torch.nn.Linear(3, 2)
+    net.register_buffer("own", torch.ones(2 + last))
+    net._ddp_params_and_buffers_to_ignore = ["own"]
+    torch.nn.parallel.DistributedDataParallel(net)(torch.ones(1, 3)).sum().backward()
+
+
 def of(rank, dtype=torch.float32, shape=(2, 3)):
     """The tensor of a rank."""
     values = torch.arange(torch.Size(shape).numel()).reshape(shape) % 5 + rank + 1

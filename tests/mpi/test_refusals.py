@@ -7,6 +7,8 @@ import pytest
 
 import fompi
 from fompi.backends.emulated import Emulated
+from fompi.parallel.data import SGD, DataParallel
+from fompi.parallel.sharding import Sharding
 from fompi.plans.plan import Compute
 from fompi.schedules import registry
 from fompi.tuning import autotune
@@ -421,3 +423,33 @@ def test_dimensions_differ(world, last):
         for operation in (fompi.all_gather, fompi.reduce_scatter, fompi.all_to_all):
             expect_mismatch(lambda: operation(x, dim=1 if last else 0, comm=world), "dim=1")  # noqa: B023
     assert fompi.all_gather(x, dim=-1 if last else 1, comm=world).shape == (4, 4 * world.size)
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"w": np.ones((3, 5))}, ["parameter 'w': float64 (3, 4) on rank", "float64 (3, 5) on rank"]),
+        ({"w": np.ones((3, 4), np.float32)}, ["parameter 'w': float64 (3, 4) on rank", "float32 (3, 4) on rank"]),
+        ({"w": np.full((3, 4), 2.0)}, ["parameter 'w': float64 (3, 4), contents differ between rank"]),
+        ({"c": np.ones(2)}, ["parameter 'c': missing on rank"]),
+    ],
+)
+def test_parameters_that_differ_are_named(world, last, parts, words):
+    params = {"v": np.ones(3), "w": np.ones((3, 4))} | (parts if last else {})
+    if world.size > 1:
+        expect_mismatch(lambda: DataParallel(params, optimizer=SGD(0.1), comm=world), *words)
+
+
+def test_a_long_list_of_parameters_that_differ(world, last):
+    """It needs larger messages than other errors."""
+    params = {f"layer{i}": np.full(2, (i * 7919 + last) % 1000.0) for i in range(3000)}
+    if world.size > 1:
+        expect_mismatch(lambda: DataParallel(params, optimizer=SGD(0.1), comm=world), "'layer0'", "and 2992 more")
+
+
+def test_an_agreement_shows_no_digest(world, last):
+    """Not even of what has no short text."""
+    sharding = Sharding(12, ring=world.size, cu_seqlens=(0, 8 if last else 4, 12))
+    x = sharding.shard(np.ones((12, 2)), world.rank)
+    if world.size > 1:
+        expect_mismatch(lambda: sharding.unshard(x, world), "cu_seqlens: (0, 4, 12) on rank", "(0, 8, 12) on rank")

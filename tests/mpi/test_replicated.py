@@ -61,6 +61,8 @@ def test_no_gradients(tp):
     ("call", "words"),
     [
         (lambda: fompi.sum_replicated([np.ones(2), None]), "gradient 1 has type NoneType"),
+        (lambda: fompi.sum_replicated(None), "takes a list of gradients"),
+        (lambda: fompi.sum_replicated([np.ones(2)], out=3), "and out= a list too"),
         (lambda: fompi.sum_replicated([np.ones(2)], out=[]), "out= has 0 tensors for 1 gradients"),
         (lambda: fompi.sum_replicated([np.ones(2)], out=[np.ones(3)]), r"out 0 is float64 \(3,\), but its gradient"),
         (lambda: fompi.sum_replicated([np.ones(2)], out=[jnp.ones(2)]), "out 0 is read-only"),
@@ -82,7 +84,7 @@ def test_ranks_with_other_shapes_raise_an_error(tp, count):
     shapes = [(2, 3), (6,), *[(2,)] * (count - 2)]
     if tp.rank == 1:
         shapes[:2] = reversed(shapes[:2])
-    with pytest.raises(fompi.MismatchError, match="of gradients with the shapes"):
+    with pytest.raises(fompi.MismatchError, match=r"gradient 0: float64 \(2, 3\) on rank.*float64 \(6,\) on rank"):
         fompi.sum_replicated([np.ones(s) for s in shapes], comm=tp)
     assert fompi.all_reduce(np.ones(1), comm=tp) == tp.size
 

@@ -392,8 +392,18 @@ def test_wrong_modules(world):
     with pytest.raises(fompi.LayoutError, match="zero=3"):
         ZeroDataParallel(made(), world, optimizer=SGD(0.1), zero=3)
     if world.size > 1:
-        with pytest.raises(fompi.MismatchError):
-            DistributedDataParallel(torch.nn.Linear(2, 3 if wrong else 2), world)
+        frozen, buffered = torch.nn.Linear(2, 2).requires_grad_(False), torch.nn.BatchNorm1d(2, affine=False)
+        frozen.weight.requires_grad_(True)
+        buffered.weight = torch.nn.Parameter(torch.ones(2))
+        for module, words in (
+            (torch.nn.Linear(2, 3), r"'weight': float64 \(2, 2\) on rank.*float64 \(3, 2\) on rank"),
+            (torch.nn.Linear(2, 2).float(), r"'weight': float64 \(2, 2\) on rank.*float32 \(2, 2\) on rank"),
+            (torch.nn.Linear(2, 2, bias=False), r"'bias': float64 \(2,\) on rank.*missing on rank"),
+            (frozen, r"'bias': float64 \(2,\) on rank.*float64 \(2,\), frozen on rank"),
+            (buffered, "buffer 'running_mean': missing on rank.*float64"),
+        ):
+            with pytest.raises(fompi.MismatchError, match=words):
+                DistributedDataParallel(module if wrong else torch.nn.Linear(2, 2), world)
 
 
 def test_after_an_error(world):

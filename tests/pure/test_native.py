@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
 import sys
 from collections import deque
 from dataclasses import replace
@@ -16,6 +17,7 @@ import pytest
 
 from fompi.backends.half import storage
 from fompi.backends.numpy import Numpy
+from fompi.engine.native import FUNCTIONS, _address
 from fompi.model.twin import twin
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.lower import OP, table
@@ -471,3 +473,19 @@ def test_the_thread_tells_of_the_end_of_watched_calls():
         assert (perf_counter() - begun < 5) and mpi.library.poll() == 2
         assert is_watched or perf_counter() - begun > 0.19
     mpi.library.stop()
+
+
+@pytest.mark.parametrize("name", ["libmpi_cray.so.12", "libmpi_gnu_123.so", "libmpi_abi.so.0", "libothers.so"])
+def test_the_functions_of_mpi_are_those_of_mpi4py(tmp_path, name):
+    """Whatever the file of the MPI library is called, and whatever another library has."""
+    flags = ["gcc", "-shared", "-fPIC", "-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN"]
+    (tmp_path / "mpi.c").write_text(
+        "".join(f"int {p}{name}(void) {{ return 7; }}" for name in FUNCTIONS for p in ("", "P"))
+    )
+    (tmp_path / "extension.c").write_text("int of_mpi4py;")
+    for command in (["-o", name, f"-Wl,-soname,{name}", "mpi.c"], ["-o", "extension.so", "extension.c", name]):
+        subprocess.run([*flags, *command], cwd=tmp_path, check=True)
+    extension = str(tmp_path / "extension.so")
+    found, own = [_address(f, extension) for f in FUNCTIONS], ctypes.CDLL(str(tmp_path / name))
+    assert found == [ctypes.cast(own[f], ctypes.c_void_p).value for f in FUNCTIONS]
+    assert _address("MPI_Isend", str(native.__file__)) is None
