@@ -191,6 +191,7 @@ class DataParallel:
         )
         self.buckets: list[Bucket] = []
         self._states: dict[str, State] = {}
+        self._op = "mean" if average and self.wire else "sum"  # the wire may hold a mean whose sum it does not
         self._canonical = Canonical.of(self.order)
         terms = () if self._canonical is None else self._canonical.subtrees(self.comm.size)
         self._is_split = max(map(len, terms), default=1) > 1
@@ -222,7 +223,7 @@ class DataParallel:
         averaged = self.comm.size * (self.replicas.size if self.replicas else 1)
         if self._canonical is not None:
             averaged = self._canonical.leaves
-        self._scale = 1 / averaged if average else 1.0
+        self._scale = 1 / averaged if average and self._op == "sum" else 1.0
         last = len(self.buckets) - 1
         self._cycle = [*range(last + 1), *(range(last - 1, -1, -1) if zero == 3 else ())] if zero else []
         self._at = 0 if zero == 3 else len(self._cycle)  # the next gather is that of bucket _cycle[_at]
@@ -244,7 +245,7 @@ class DataParallel:
         if self.order != "any":
             how = {"order": self.order}
         if self.wire:  # blocks are the parts of the ranks, of which each rank knows what is lost
-            how = {"wire": self.wire, "schedule": "direct", "slices": 1}
+            how = {"op": self._op, "wire": self.wire, "schedule": "direct", "slices": 1}
         if self.zero < 2 and not self._is_split:
             (gradient,) = bucket.terms()
             x, operation = tensor_of(gradient, bucket.wide), reduce_scatter if self.zero else all_reduce
@@ -597,7 +598,9 @@ class DataParallel:
             agree_everywhere([(axis, REFUSED_STEP) for axis in axes], error)
 
     def _sum_replicas(self, replicas: Communicator) -> None:
-        how: dict[str, Any] = {"comm": replicas, "schedule": same_bits(replicas), "wire": self.wire or None}
+        how: dict[str, Any] = {"comm": replicas, "schedule": same_bits(replicas)}
+        if self.wire:
+            how |= {"op": self._op, "wire": self.wire, "schedule": "direct"}
         sums = [all_reduce.start(tensor_of(b.total, b.wide), **how) for b in reversed(self.buckets)]
         for bucket, pending in zip(reversed(self.buckets), sums, strict=True):
             begun = perf_counter()

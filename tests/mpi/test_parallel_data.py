@@ -310,6 +310,18 @@ def test_a_wire(world, zero, wire):
         assert (every == every[0]).all()
 
 
+@pytest.mark.parametrize("zero", ZEROS)
+def test_a_mean_that_fits_where_a_sum_does_not(world, zero):
+    """float16 holds 40000 and not 80000: over the ranks, and over replicas."""
+    odd = world.size % 2 == 1 or world.size == 2
+    with world.split(world.rank // 2) as pair, world.split(world.rank % 2) as others:
+        axes = {"comm": world} if odd else {"comm": pair, "replicas": others}
+        with DataParallel({"w": np.zeros(9, np.float32)}, optimizer=SGD(1), zero=zero, wire="float16", **axes) as dp:
+            dp.ready("w", np.full(9, 40000, np.float32))
+            assert dp.step() == pytest.approx(3 * 40000)
+            np.testing.assert_allclose(dp["w"], -40000)
+
+
 def weighted(dp, world, steps, first=0):
     """Steps whose gradients depend on the parameters, so that an error in them would grow. Returns what is read."""
     read = []
