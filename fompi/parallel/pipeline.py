@@ -224,6 +224,8 @@ class Pipeline:
             ending = confirmed(self.comm, f"{work}{self._mode}", executor) if self.checked else nullcontext()
             with ending, self.comm.joint(work):
                 executor()
+                if executor is self.executor:
+                    self._pull_inputs()
             return self._results if self._is_here(self.problem.stages - 1) else None
         finally:
             self._forget()
@@ -247,6 +249,9 @@ class Pipeline:
             return ShapeError(f"{name} has {len(listed)} micro-batches, the pipeline has {self.microbatches}")
         setattr(self, f"_{name}", listed)
         return None
+
+    def _pull_inputs(self) -> None:
+        """Go on with the gradients of the inputs, where the framework can. An error here is one of the step."""
 
     def _forget(self) -> None:
         """Drop what belongs to the last step."""
