@@ -396,7 +396,7 @@ class DataParallel:
         """Add `gradient` to that of the parameter. Outside `no_sync` a bucket leaves when all of its are there.
 
         A parameter is announced once outside `no_sync`, or `microbatches` times. One that this rank does not announce
-        has a zero gradient here.
+        has a zero gradient here, and so has one that it announces with None.
         """
         self._check_open()
         bucket = self._bucket_of(name)
@@ -406,31 +406,35 @@ class DataParallel:
         except Exception as error:
             self._fail(error)
 
-    def _add(self, bucket: Bucket, name: str, array: Array) -> None:
+    def _add(self, bucket: Bucket, name: str, array: Array | None) -> None:
         """Add a gradient to that of the bucket, and let the buckets leave that are complete."""
         a, b = bucket.spans[name]
+        if array is not None:
+            self._used.add(name)
         if bucket.leaves is not None:
-            bucket.leaves.add(name, (a, b), array)
-        else:
+            leaf = filled(b - a, bucket.wide, 0, bucket.master) if array is None else array
+            bucket.leaves.add(name, (a, b), leaf)
+        elif array is not None:
             if bucket.gradient is None:
                 bucket.gradient = filled(bucket.size, bucket.wide, 0, array)
             into = bucket.gradient[a:b].reshape(array.shape)
             np.add(into, array, out=into)
-        self._used.add(name)
         if self._is_syncing:
             bucket.missing[name] -= 1
             if not bucket.missing[name]:
                 del bucket.missing[name]
                 self._leave()
 
-    def _fitting(self, bucket: Bucket, name: str, gradient: Any) -> Array:
-        """The gradient as an array that can be added. Raises the error with which this rank refuses it."""
+    def _fitting(self, bucket: Bucket, name: str, gradient: Any) -> Array | None:
+        """The gradient as an array that can be added, if any. Raises the error with which this rank refuses it."""
         if bucket.sum is not None or bucket.total is not None or (self._is_syncing and name not in bucket.missing):
             raise StateError(
                 f"the gradient of {name!r} was announced {'twice' if self.microbatches == 1 else 'too often'} before "
                 f"step() on rank {self.comm.rank}: add the terms first, announce all but the last inside no_sync(), or "
                 "set microbatches="
             )
+        if gradient is None:
+            return None
         tensor = borrow_any(detached(gradient), f"the gradient of {name!r}")
         check_place(f"the gradient of {name!r}", tensor.array, bucket.master)
         if tensor.array.shape != bucket.shapes[name]:
@@ -481,7 +485,7 @@ class DataParallel:
 
         `over`: communicators of other axes that hold other parts of the model, if the constructor did not get them.
         The norm counts those too. If it is NaN and there is a `clip`, all gradients become NaN, as in torch.
-        A parameter that no rank has announced is left alone.
+        A parameter of which no rank has announced a gradient is left alone.
         """
         self._check_open()
         try:

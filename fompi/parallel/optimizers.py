@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fompi.backends.numbers import narrow, widen
-from fompi.base.errors import LayoutError
+from fompi.base.errors import DtypeError, LayoutError
 from fompi.base.layout import HALF, number
 
 Array = np.ndarray[Any, Any]
@@ -71,6 +71,7 @@ class SGD:
         _check(self, "lr", "momentum", "weight_decay")
 
     def state(self, p: Array) -> State:
+        _check_dtype(p)
         return {"momentum": np.zeros_like(p)} if self.momentum else {}
 
     @_quiet
@@ -105,6 +106,7 @@ class AdamW:
             raise LayoutError(f"AdamW: betas={self.betas!r} must be two numbers of at least 0 and less than 1")
 
     def state(self, p: Array) -> State:
+        _check_dtype(p)
         return {"mean": np.zeros_like(p), "square": np.zeros_like(p), "steps": 0}
 
     @_quiet
@@ -118,6 +120,12 @@ class AdamW:
         v += g * g * (1 - second)
         root = np.sqrt(v) / float(np.sqrt(1 - second ** state["steps"]))
         p -= self.lr / (1 - first ** state["steps"]) * (m / (root + self.eps))
+
+
+def _check_dtype(p: Array) -> None:
+    """Raise DtypeError for a half type, in which eps is 0 and small steps are lost."""
+    if p.dtype.itemsize < 4:
+        raise DtypeError(f"an optimizer updates float32 or float64, not {p.dtype}: give it a float32 copy")
 
 
 def _check(optimizer: Any, *names: str) -> None:

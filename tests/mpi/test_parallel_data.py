@@ -291,6 +291,18 @@ def test_hooks_of_torch(world, zero):
             torch.testing.assert_close(dp[name], p.detach(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("how", [*({"zero": zero} for zero in ZEROS), {"order": fompi.Canonical(8)}], ids=str)
+def test_a_gradient_that_is_none(world, how):
+    """On all ranks: the parameter is left alone. On one of them: it is 0 there. No bucket waits for it."""
+    params, last = {name: np.ones(3) for name in "abc"}, world.rank == world.size - 1
+    leaves = 8 // world.size if "order" in how else 1
+    with DataParallel(params, optimizer=ADAM, comm=world, microbatches=leaves, bucket_nbytes=24, **how) as dp:
+        for name, gradient in [("c", None), ("b", None if last else np.ones(3)), ("a", np.ones(3))] * leaves:
+            dp.ready(name, gradient)
+        assert dp.step() == pytest.approx(np.sqrt(3 * (1 + (1 - 1 / world.size) ** 2)))
+        assert (dp["c"] == 1).all() and (dp["b"] < 0.96).all() and (dp["a"] < 0.96).all()
+
+
 @pytest.mark.parametrize("wire", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("zero", ZEROS)
 def test_a_wire(world, zero, wire):
