@@ -254,10 +254,12 @@ def confirmed(comm: Communicator, work: str, executor: Any) -> Iterator[None]:
     end = f"the end of {work}"
     try:
         yield
-    except Exception as error:
-        is_theirs = isinstance(error, PeerError) and error.origin >= 0 and not executor.failed_here
-        with suppress(FompiError):  # the error of the work says more
-            agree(comm, end, value=1 + (error.origin if is_theirs else comm.rank))  # type: ignore[attr-defined]
+    except BaseException as error:
+        is_own = executor.failed_here
+        if isinstance(error, Exception) or is_own:  # who interrupts a wait does not wait for others
+            is_theirs = isinstance(error, PeerError) and error.origin >= 0 and not is_own
+            with suppress(FompiError):  # the error of the work says more
+                agree(comm, end, value=1 + (error.origin if is_theirs else comm.rank))  # type: ignore[attr-defined]
         raise
     if (known := max(agree(comm, end))) > 0:
         text = f"rank {known - 1} failed in {work}, after this rank had done its part. The error there says why"
