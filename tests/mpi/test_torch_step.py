@@ -134,6 +134,7 @@ def test_a_parameter_that_is_not_used_and_a_step_that_fails(world):
     optimizer = torch.optim.AdamW(alone.parameters(), **options)
     how = {"microbatches": 2, "shape": (ROWS, FEATURES), "comm": world, "layers": 1, "mesh": {"dp": world.size}}
     how |= {"loss": lambda y, t: (y - t).square().sum(), "optimizer": fompi.parallel.data.AdamW(**options)}
+    how["dtype"] = str(x.dtype).removeprefix("torch.")
     with fompi.torch.TrainingStep(lambda _: net, **how) as step:
         for broken in (False, True, False):
             if broken:
@@ -142,7 +143,7 @@ def test_a_parameter_that_is_not_used_and_a_step_that_fails(world):
                 continue
             step(x, x)
             optimizer.zero_grad()
-            sum((alone(a) + a - a).square().sum() for a in x).mul(world.size).backward()
+            sum(alone(a).square().sum() for a in x).mul(world.size).backward()
             optimizer.step()
         step.write_back()
     for p, q in zip(net.parameters(), alone.parameters(), strict=True):
