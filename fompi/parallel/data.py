@@ -191,6 +191,7 @@ class DataParallel:
         )
         self.buckets: list[Bucket] = []
         self._states: dict[str, State] = {}
+        self._op = "mean" if average and self.wire else "sum"  # the wire may hold a mean whose sum it does not
         self._canonical = Canonical.of(self.order)
         terms = () if self._canonical is None else self._canonical.subtrees(self.comm.size)
         self._is_split = max(map(len, terms), default=1) > 1
@@ -222,7 +223,7 @@ class DataParallel:
         averaged = self.comm.size * (self.replicas.size if self.replicas else 1)
         if self._canonical is not None:
             averaged = self._canonical.leaves
-        self._scale = 1 / averaged if average else 1.0
+        self._scale = 1 / averaged if average and self._op == "sum" else 1.0
         last = len(self.buckets) - 1
         self._cycle = [*range(last + 1), *(range(last - 1, -1, -1) if zero == 3 else ())] if zero else []
         self._at = 0 if zero == 3 else len(self._cycle)  # the next gather is that of bucket _cycle[_at]
@@ -244,7 +245,7 @@ class DataParallel:
         if self.order != "any":
             how = {"order": self.order}
         if self.wire:  # blocks are the parts of the ranks, of which each rank knows what is lost
-            how = {"wire": self.wire, "schedule": "direct", "slices": 1}
+            how = {"op": self._op, "wire": self.wire, "schedule": "direct", "slices": 1}
         if self.zero < 2 and not self._is_split:
             (gradient,) = bucket.terms()
             x, operation = tensor_of(gradient, bucket.wide), reduce_scatter if self.zero else all_reduce
@@ -395,7 +396,7 @@ class DataParallel:
         """Add `gradient` to that of the parameter. Outside `no_sync` a bucket leaves when all of its are there.
 
         A parameter is announced once outside `no_sync`, or `microbatches` times. One that this rank does not announce
-        has a zero gradient here.
+        has a zero gradient here, and so has one that it announces with None.
         """
         self._check_open()
         bucket = self._bucket_of(name)
@@ -405,31 +406,35 @@ class DataParallel:
         except Exception as error:
             self._fail(error)
 
-    def _add(self, bucket: Bucket, name: str, array: Array) -> None:
+    def _add(self, bucket: Bucket, name: str, array: Array | None) -> None:
         """Add a gradient to that of the bucket, and let the buckets leave that are complete."""
         a, b = bucket.spans[name]
+        if array is not None:
+            self._used.add(name)
         if bucket.leaves is not None:
-            bucket.leaves.add(name, (a, b), array)
-        else:
+            leaf = filled(b - a, bucket.wide, 0, bucket.master) if array is None else array
+            bucket.leaves.add(name, (a, b), leaf)
+        elif array is not None:
             if bucket.gradient is None:
                 bucket.gradient = filled(bucket.size, bucket.wide, 0, array)
             into = bucket.gradient[a:b].reshape(array.shape)
             np.add(into, array, out=into)
-        self._used.add(name)
         if self._is_syncing:
             bucket.missing[name] -= 1
             if not bucket.missing[name]:
                 del bucket.missing[name]
                 self._leave()
 
-    def _fitting(self, bucket: Bucket, name: str, gradient: Any) -> Array:
-        """The gradient as an array that can be added. Raises the error with which this rank refuses it."""
+    def _fitting(self, bucket: Bucket, name: str, gradient: Any) -> Array | None:
+        """The gradient as an array that can be added, if any. Raises the error with which this rank refuses it."""
         if bucket.sum is not None or bucket.total is not None or (self._is_syncing and name not in bucket.missing):
             raise StateError(
                 f"the gradient of {name!r} was announced {'twice' if self.microbatches == 1 else 'too often'} before "
                 f"step() on rank {self.comm.rank}: add the terms first, announce all but the last inside no_sync(), or "
                 "set microbatches="
             )
+        if gradient is None:
+            return None
         tensor = borrow_any(detached(gradient), f"the gradient of {name!r}")
         check_place(f"the gradient of {name!r}", tensor.array, bucket.master)
         if tensor.array.shape != bucket.shapes[name]:
@@ -480,7 +485,7 @@ class DataParallel:
 
         `over`: communicators of other axes that hold other parts of the model, if the constructor did not get them.
         The norm counts those too. If it is NaN and there is a `clip`, all gradients become NaN, as in torch.
-        A parameter that no rank has announced is left alone.
+        A parameter of which no rank has announced a gradient is left alone.
         """
         self._check_open()
         try:
@@ -597,7 +602,9 @@ class DataParallel:
             agree_everywhere([(axis, REFUSED_STEP) for axis in axes], error)
 
     def _sum_replicas(self, replicas: Communicator) -> None:
-        how: dict[str, Any] = {"comm": replicas, "schedule": same_bits(replicas), "wire": self.wire or None}
+        how: dict[str, Any] = {"comm": replicas, "schedule": same_bits(replicas)}
+        if self.wire:
+            how |= {"op": self._op, "wire": self.wire, "schedule": "direct"}
         sums = [all_reduce.start(tensor_of(b.total, b.wide), **how) for b in reversed(self.buckets)]
         for bucket, pending in zip(reversed(self.buckets), sums, strict=True):
             begun = perf_counter()

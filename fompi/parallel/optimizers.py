@@ -11,12 +11,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fompi.base.errors import LayoutError
-from fompi.base.layout import number
+from fompi.backends.numbers import narrow, widen
+from fompi.base.errors import DtypeError, LayoutError
+from fompi.base.layout import HALF, number
 
 Array = np.ndarray[Any, Any]
 State = dict[str, Any]
 
+MASTER = "master"
+"""The key of a parameter as it is, where the program has it in a half type or as messages bring it."""
 
 _quiet = np.errstate(all="ignore")
 """A square that is too small is 0, whatever `np.seterr` of the program says."""
@@ -30,6 +33,27 @@ class Optimizer(Protocol):
 
     def update(self, p: Array, g: Array, state: State) -> None:
         """Write the new `p` and the new state."""
+
+
+def state_of(optimizer: Optimizer, p: Array, dtype: str) -> State:
+    """What is kept for p before the first update: of a half type, also its float32 copy."""
+    wide = widen(p, dtype)
+    state = optimizer.state(wide)
+    if wide is not p:
+        state[MASTER] = wide
+    return state
+
+
+def update(optimizer: Optimizer, p: Array, g: Array, state: State, dtype: str) -> None:
+    """Write the new p and the new state. Of a half type the float32 copy is updated, and p is that, rounded."""
+    if dtype not in HALF:
+        optimizer.update(p, g, state)
+        return
+    wide = widen(p, dtype)
+    master = state.pop(MASTER, wide)
+    np.copyto(master, wide, where=p.view(np.uint16) != narrow(master, dtype).view(np.uint16))  # the program has written
+    optimizer.update(master, g, state)
+    state[MASTER], p[...] = master, narrow(master, dtype)
 
 
 @dataclass
@@ -47,6 +71,7 @@ class SGD:
         _check(self, "lr", "momentum", "weight_decay")
 
     def state(self, p: Array) -> State:
+        _check_dtype(p)
         return {"momentum": np.zeros_like(p)} if self.momentum else {}
 
     @_quiet
@@ -81,6 +106,7 @@ class AdamW:
             raise LayoutError(f"AdamW: betas={self.betas!r} must be two numbers of at least 0 and less than 1")
 
     def state(self, p: Array) -> State:
+        _check_dtype(p)
         return {"mean": np.zeros_like(p), "square": np.zeros_like(p), "steps": 0}
 
     @_quiet
@@ -94,6 +120,12 @@ class AdamW:
         v += g * g * (1 - second)
         root = np.sqrt(v) / float(np.sqrt(1 - second ** state["steps"]))
         p -= self.lr / (1 - first ** state["steps"]) * (m / (root + self.eps))
+
+
+def _check_dtype(p: Array) -> None:
+    """Raise DtypeError for a half type, in which eps is 0 and small steps are lost."""
+    if p.dtype.itemsize < 4:
+        raise DtypeError(f"an optimizer updates float32 or float64, not {p.dtype}: give it a float32 copy")
 
 
 def _check(optimizer: Any, *names: str) -> None:

@@ -12,7 +12,7 @@ the methods of the stages. So it is verified, simulated and traced as every othe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,14 @@ from fompi.backends.base import Backend
 from fompi.backends.cuda import backend_of
 from fompi.backends.numbers import for_numpy, place
 from fompi.backends.numpy import Numpy
-from fompi.base.errors import DtypeError, FompiError, PeerError, PlanError, ShapeError, StateError, TensorError
+from fompi.base.errors import DtypeError, PlanError, ShapeError, StateError, TensorError
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.parallel.arrays import borrow_any, lent
 from fompi.parallel.buckets import detached
 from fompi.parallel.orders import SCHEDULES, Action, Both, Step, order
 from fompi.parallel.pipeline_plan import PipelineProblem, evaluation, plan
+from fompi.parallel.section import confirmed
 from fompi.parallel.turns import interleave
 from fompi.plans.plan import Plan
 from fompi.runtime.binding import bind
@@ -218,34 +219,16 @@ class Pipeline:
 
     def _run(self, executor: Executor) -> list[Any] | None:
         """Run a plan whose arguments are accepted. The results are those of the last stage, on its rank."""
-        self._latest = executor
+        self._latest, work = executor, self._this_step
         try:
-            with self.comm.joint(self._this_step):
+            ending = confirmed(self.comm, f"{work}{self._mode}", executor) if self.checked else nullcontext()
+            with ending, self.comm.joint(work):
                 executor()
-        except Exception as error:
-            if self.checked:
-                with suppress(FompiError):  # the error of the step says more
-                    is_theirs = isinstance(error, PeerError) and not executor.failed_here
-                    self._confirm(error.origin if is_theirs else self.comm.rank)  # type: ignore[attr-defined]
-            raise
-        else:
-            if self.checked:
-                self._confirm(None)
+                if executor is self.executor:
+                    self._pull_inputs()
             return self._results if self._is_here(self.problem.stages - 1) else None
         finally:
             self._forget()
-
-    def _confirm(self, failed: int | None) -> None:
-        """Wait until all ranks have ended the step. `failed` is the rank that is known to have failed, or None.
-
-        Raises PeerError if this rank does not know yet that another one has failed.
-        """
-        number = 0 if failed is None else failed + 1
-        known = agree(self.comm, f"the end of {self._this_step}{self._mode}", value=number)
-        if failed is None and any(known):
-            origin = max(known) - 1
-            text = f"rank {origin} failed in {self._this_step}, after this rank had done its part"
-            raise PeerError(f"{text}. The error there says why", origin)
 
     @property
     def _this_step(self) -> str:
@@ -266,6 +249,9 @@ class Pipeline:
             return ShapeError(f"{name} has {len(listed)} micro-batches, the pipeline has {self.microbatches}")
         setattr(self, f"_{name}", listed)
         return None
+
+    def _pull_inputs(self) -> None:
+        """Go on with the gradients of the inputs, where the framework can. An error here is one of the step."""
 
     def _forget(self) -> None:
         """Drop what belongs to the last step."""

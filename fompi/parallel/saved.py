@@ -16,15 +16,13 @@ from fompi.ops.operations import all_gather, all_reduce
 from fompi.parallel import section
 from fompi.parallel.arrays import borrow_any, call, check_place, lent, same_bits
 from fompi.parallel.buckets import MOST_NAMED, Bucket, detached
+from fompi.parallel.optimizers import MASTER
 
 if TYPE_CHECKING:
     from fompi.parallel.data import DataParallel
 
 Array = np.ndarray[Any, Any]
 Saved = dict[str, dict[str, Any]]
-
-MASTER = "master"
-"""The key of a parameter as it is, where the program has it in a half type or as messages bring it."""
 
 
 @section.in_section("state_dict of DataParallel")

@@ -16,15 +16,15 @@ class Slots:
         self._free = {kind: deque(range(count)) for kind, count in counts.items()}
         self._kinds: dict[str, tuple[str, int]] = {}  # of each buffer: its kind and number
 
-    def take(self, kind: str, shape: tuple[int, ...]) -> Chunk:
-        """A free slot: the one that has been free for the longest time."""
+    def take(self, kind: str, shape: tuple[int, ...], dtype: str | None = None) -> Chunk:
+        """A free slot: the one that has been free for the longest time. Those of a kind have one dtype."""
         free = self._free.setdefault(kind, deque())
         if not free:
             number = self.most.get(kind, 0)
             self.most[kind] = number + 1
             free.append(number)
         number = free.popleft()
-        buffer = self.work.scratch(f"{kind}_{number}", "whole", shape, self.dtype)
+        buffer = self.work.scratch(f"{kind}_{number}", "whole", shape, dtype or self.dtype)
         self._kinds[buffer.name] = kind, number
         return buffer[:]
 

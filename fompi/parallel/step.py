@@ -12,17 +12,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from fompi.base.errors import PlanError, ShapeError, StateError
+from fompi.base.errors import DtypeError, PlanError, ShapeError, StateError
 from fompi.base.layout import offsets
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.ops.operations import all_gather
 from fompi.parallel.arrays import Array
+from fompi.parallel.optimizers import State, state_of, update
 from fompi.parallel.orders import Step
+from fompi.parallel.section import confirmed
 from fompi.parallel.step_layers import Gradients, form_of
 from fompi.parallel.step_plan import KERNELS, plan
 from fompi.parallel.step_problem import KINDS, LayerForm, StepProblem
@@ -50,6 +54,9 @@ class TrainingStep:
     `loss(y, target) -> (value, dy)` gets some rows of a micro-batch at a time; the values are added. A layer gets rows
     in the same way (`Layer`): a half of those of a rank of tp. A `HeadLayer` has the loss.
 
+    A step that fails on one rank raises PeerError on the others, and changes neither parameters nor `states`. A
+    parameter without a gradient is left alone. float16 has a float32 copy in `states`, and float32 sums of gradients.
+
     Collective. Raises PlanError, LayoutError, ShapeError or MismatchError on all ranks if the arguments do not fit.
     """
 
@@ -69,29 +76,35 @@ class TrainingStep:
         self.loss, self.optimizer, self.closed = loss, optimizer, False
         self.layers: dict[int, Any] = {}
         refusal: Exception | None = None
-        known, kinds = np.zeros((layers, 3), np.int64), [*KINDS]  # of each layer here: parameters, kind, do they stay
+        known, kinds = np.zeros((layers, 4), np.int64), [*KINDS]  # of each layer here: what its form says
         try:
             first = plan(schedule, mesh=mesh, layers=[0] * layers, **form)
             problem: StepProblem = first.problem
+            if problem.dtype == "bfloat16":
+                raise DtypeError("a step computes with arrays of NumPy, which has no bfloat16: take float16 or float32")
             if problem.size != self.comm.size:
                 raise ShapeError(f"mesh={dict(mesh)} has {problem.size} ranks, but the communicator {self.comm.size}")
             self.layers = {number: make(number) for number in problem.held(self.comm.rank)}
             for number, layer in self.layers.items():
                 found = form_of(number, layer)
-                known[number] = found.parameters, kinds.index(found.kind), found.stay
+                known[number] = found.parameters, kinds.index(found.kind), found.stay, found.tensors
             if loss is None and layers - 1 in self.layers and found.kind != "head":
                 raise PlanError(f"layer {layers - 1} is no head, so a step needs loss=")
         except Exception as error:  # of any kind: the other ranks wait for this one
             refusal = error
         agree(self.comm, f"a training step of {layers} layers on {dict(mesh)}, {form}", refusal)
         known = np.asarray(all_gather(known[None], comm=self.comm)).max(0)
-        forms = [LayerForm(int(n), kinds[kind], bool(stay)) for n, kind, stay in known]
+        forms = [LayerForm(int(n), kinds[kind], bool(stay), int(count)) for n, kind, stay, count in known]
         self.plan: Plan = plan(schedule, mesh=mesh, layers=forms, **form)
         self.problem = self.plan.problem
         self.d, self.t, _ = self.problem.place(self.comm.rank)
         self.shards = {number: self._shard(number) for number in self.layers}
         """The part of the parameters of each layer that this rank keeps, flat. A step writes it."""
-        self.states = {number: optimizer.state(shard) for number, shard in self.shards.items()}
+        dtype, own = self.problem.dtype, {number: self._own(number) for number in self.shards}
+        self.states = {n: [state_of(optimizer, shard[at], dtype) for at in own[n]] for n, shard in self.shards.items()}
+        """What the optimizer keeps for the part of each parameter of each layer. A step writes it."""
+        self._before: dict[int, tuple[Array, list[State]]] = {}  # of layers that this step has updated
+        self._is_undone, self._steps = False, 0
         self._rows = offsets(self.problem.halves)
         self._forget()
         kernels = {name: getattr(self, f"_{name}") for name in KERNELS}
@@ -133,6 +146,13 @@ class TrainingStep:
         ends, part = offsets(self.problem.shares(number)), self.problem.part(number, self.comm.rank)
         return flat[ends[part] : ends[part + 1]].astype(self.problem.dtype)
 
+    def _own(self, number: int) -> list[slice]:
+        """The part of each parameter of a layer that this rank keeps: slices of its shard."""
+        ends, part = offsets(self.problem.shares(number)), self.problem.part(number, self.comm.rank)
+        low, high = ends[part : part + 2]
+        spans = pairwise(offsets(w.size for w in self.layers[number].parameters))
+        return [slice(*(min(max(i, low), high) - low for i in span)) for span in spans]
+
     # -- a step
     def __call__(self, inputs: Sequence[Array] | None = None, targets: Sequence[Array] | None = None) -> Any:
         """One step. `inputs` are those of the micro-batches of this rank of dp, on the ranks of the first stage: the
@@ -140,11 +160,21 @@ class TrainingStep:
         """
         if self.closed:
             raise StateError("the training step is closed")
+        if self._is_undone:
+            self.gather()  # others may have what was undone
         self._forget()
-        self._inputs, self._targets = inputs, targets
-        with self.comm.joint("a training step"):
-            self.executor()
-        self.input_gradients = self._gradients or None
+        self._inputs, self._targets, self._steps, self._is_undone = inputs, targets, self._steps + 1, True
+        try:
+            work = f"training step {self._steps}"
+            with confirmed(self.comm, work, self.executor), self.comm.joint("a training step"):
+                self.executor()
+        except BaseException:
+            for number, (shard, states) in self._before.items():
+                self.shards[number][...], self.states[number] = shard, states
+            raise
+        finally:
+            self._before.clear()
+        self.input_gradients, self._is_undone = self._gradients or None, False
         if (report := self.comm.engine.report) is not None:
             report.mark(report.updates[id(self)])
         return self._losses if self._is_last() else None
@@ -188,15 +218,18 @@ class TrainingStep:
 
     def _add(self, number: int, gradients: Gradients, sums: Sequence[Array], has_terms: bool) -> None:
         """Add the gradients of the weights to the sums so far, of each part of the parameters."""
-        ends, first, parameters = offsets(self.problem.shares(number)), 0, self.layers[number].parameters
+        shares, first, parameters = self.problem.shares(number), 0, self.layers[number].parameters
         if len(gradients) != len(parameters):
             raise ShapeError(
                 f"layer {number} has {len(parameters)} parameters, but returned {len(gradients)} gradients"
             )
+        for out, count in zip(sums, shares, strict=True):
+            used = [gradient is not None for gradient in gradients]
+            out[count:] = out[count:] + used if has_terms else used
         for w, gradient in zip(parameters, gradients, strict=True):
             last = first + w.size
-            for out, begin in zip(sums, ends, strict=False):
-                low, high = max(first, begin), min(last, begin + len(out))
+            for out, (begin, end) in zip(sums, pairwise(offsets(shares)), strict=True):
+                low, high = max(first, begin), min(last, end)
                 if low >= high:
                     continue
                 into = out[low - begin : high - begin]
@@ -326,8 +359,13 @@ class TrainingStep:
 
     # -- parameters
     def _update(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        number, _ = args
-        self.optimizer.update(writes[0], reads[0], self.states[number])
+        """Until all ranks have ended the step, it can be undone."""
+        number, (p,) = args[0], writes
+        self._before[number] = p.copy(), deepcopy(self.states[number])
+        used = reads[0][len(p) :]
+        for own, state, is_used in zip(self._own(number), self.states[number], used, strict=True):
+            if is_used:
+                update(self.optimizer, p[own], reads[0][own], state, self.problem.dtype)
 
     # -- after a step
     @property

@@ -10,7 +10,8 @@ from fompi.parallel.arrays import Array
 from fompi.parallel.step_problem import KINDS, LayerForm
 
 Gradients = Sequence[Array | None]
-"""Of each of the weights, None for one that a kernel does not read."""
+"""Of each of the weights, None for one that a kernel does not read. One that no kernel of any rank reads in a step is
+left alone: the optimizer does not see it."""
 
 
 class Layer(Protocol):
@@ -94,4 +95,5 @@ def form_of(number: int, layer: Any) -> LayerForm:
         raise PlanError(f"layer {number} is of the kind {kind!r}, which is none of {', '.join(KINDS)}")
     if not hasattr(layer, "parameters"):
         raise PlanError(f"make({number}) has returned {layer!r}, which is no layer: it has no `parameters`")
-    return LayerForm(sum(w.size for w in layer.parameters), kind, bool(getattr(layer, "stay", False)))
+    sizes = [w.size for w in layer.parameters]
+    return LayerForm(sum(sizes), kind, bool(getattr(layer, "stay", False)), len(sizes))

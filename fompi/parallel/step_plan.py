@@ -33,7 +33,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fompi.base.errors import LayoutError, PlanError
-from fompi.base.layout import Sizes, integer, itemsize
+from fompi.base.layout import Sizes, accumulator, integer, itemsize
 from fompi.model.pipeline import SCHEDULES
 from fompi.parallel.orders import Action, Step, order, parts, placement_in
 from fompi.parallel.slots import Slots
@@ -142,7 +142,7 @@ class _StepWriter:
     def __init__(self, problem: StepProblem, orders: Sequence[Sequence[Step]], rank: int, counts: Mapping[str, int]):
         self.problem, self.orders, self.rank = problem, orders, rank
         self.d, self.t, self.p = problem.place(rank)
-        self.work = problem.workspace(rank, 1)
+        self.work, self.wide = problem.workspace(rank, 1), accumulator(problem.dtype)
         self.slots = Slots(self.work, problem.dtype, {kind: count + SPARE for kind, count in counts.items()})
         self.ops: list[Op] = []
         self.dropped = deque[list[Chunk]]([[], []])
@@ -431,13 +431,14 @@ class _StepWriter:
         self.ops += [Send(rank, self.work[f"p{layer}"][:]) for _, rank in self._alike(layer)]
         self.ops += [Recv(rank, self.weights[layer][part]) for part, rank in reversed(self._alike(layer))]
 
-    def _scratch(self, name: str, count: int) -> Any:
-        return self.work.scratch(name, "whole", (count,), self.problem.dtype)
+    def _scratch(self, name: str, count: int, dtype: str | None = None) -> Any:
+        return self.work.scratch(name, "whole", (count,), dtype or self.problem.dtype)
 
     def _add(self, layer: int, name: str, args: tuple[int, ...], reads: Sequence[Chunk], *writes: Chunk) -> None:
         """A kernel that adds to the gradients of a layer."""
         before = self.gradients.get(layer, [])
-        sums = before or [self._scratch(f"g{layer}_{p}", n)[:] for p, n in enumerate(self.problem.shares(layer))]
+        counts, more = self.problem.shares(layer), self.problem.layers[layer].tensors
+        sums = before or [self._scratch(f"g{layer}_{p}", n + more, self.wide)[:] for p, n in enumerate(counts)]
         self.gradients[layer] = sums
         self._call(name, args, (*reads, *self.weights[layer], *before), (*writes, *sums))
 
@@ -448,7 +449,7 @@ class _StepWriter:
         own = sums[self.problem.part(layer, self.rank)]
         for _, rank in reversed(others):
             row = self.work[own.buffer].row
-            term = self.slots.take(f"r{row[0]}", row)
+            term = self.slots.take(f"r{row[0]}", row, self.wide)
             self.ops.append(Recv(rank, term))
             self._call("add", (), (own, term), (own,))
             self._drop(term)

@@ -26,12 +26,14 @@ class LayerForm(NamedTuple):
     """What a plan knows of a layer.
 
     `parameters` is their number on a rank of tp. If they `stay`, a rank keeps all of them between steps: they are
-    gathered anew as soon as they are updated, under what the step still computes.
+    gathered anew as soon as they are updated, under what the step still computes. They belong to so many `tensors`:
+    the sums of gradients have a number more for each, which is 0 if no rank has a gradient of it.
     """
 
     parameters: int
     kind: str = "rows"
     stay: bool = False
+    tensors: int = 0
 
     @property
     def replicated(self) -> bool:

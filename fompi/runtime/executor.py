@@ -631,7 +631,7 @@ class Executor(BoundPlan):
     @property
     def failed_here(self) -> bool:
         """True if this rank has failed in the last call, whatever the type of its error."""
-        return self._in_python().failed_here
+        return self._run is not None and self._in_python().failed_here
 
     @property
     def trace(self) -> Trace:

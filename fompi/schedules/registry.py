@@ -210,6 +210,15 @@ def keeps_order(problem: Problem, schedule: str) -> bool:
     return (schedule in IN_ORDER or ranks == group_size(schedule) > 1) and ranks & (ranks - 1) == 0
 
 
+def carries_wire(problem: Problem, schedule: str) -> bool:
+    """True if messages of the schedule can carry the wire of the problem. float16 may hold a mean, and not a sum."""
+    if not problem.wire or schedule in REGISTERED:
+        return True
+    needs_one = problem.wire == "float16" and problem.op == "mean"
+    sums_first = needs_one and roundings(problem, schedule) > 1 + (problem.moves == "all_reduce")
+    return schedule not in WITHOUT_WIRE and not sums_first
+
+
 def roundings(problem: Problem, schedule: str) -> int:
     """How often a term of a result is rounded at most, where messages have a wire."""
     size, is_all_reduce = problem.size, problem.moves == "all_reduce"
@@ -229,7 +238,7 @@ def available(problem: Problem) -> list[str]:
         names = [name for name in _available("all_to_all", problem.size, problem.dtype, "sum") if _takes(problem, name)]
     else:
         names = _available(problem.moves, problem.size, problem.dtype, problem.op)
-    return [name for name in names if not (problem.wire and name in WITHOUT_WIRE) and keeps_order(problem, name)]
+    return [name for name in names if carries_wire(problem, name) and keeps_order(problem, name)]
 
 
 def _available(moves: str, size: int, dtype: str, op: str) -> list[str]:
@@ -257,7 +266,7 @@ def _takes(problem: Problem, schedule: str) -> bool:
 
 def is_available(problem: Problem, schedule: str) -> bool:
     """True if this problem has the schedule. Groups may have any size that divides the number of ranks."""
-    if (problem.wire and schedule in WITHOUT_WIRE) or not keeps_order(problem, schedule):
+    if not carries_wire(problem, schedule) or not keeps_order(problem, schedule):
         return False
     if problem.columns:
         return schedule in COLUMNS
@@ -286,8 +295,9 @@ def alternatives(problem: Problem, schedule: str) -> str:
     why = ""
     if not _takes(problem, schedule):
         why = ": it does not know experts" if schedule in REGISTERED else ": a rank without experts takes no part"
-    elif problem.wire and schedule in WITHOUT_WIRE:
-        why = f": its messages cannot carry the wire {problem.wire}"
+    elif not carries_wire(problem, schedule):
+        of = "" if schedule in WITHOUT_WIRE else ": a sum of some ranks may be infinite there, though the mean is not"
+        why = f": its messages cannot carry the wire {problem.wire}{of}"
     elif not keeps_order(problem, schedule):
         why = f": its sums do not have the order {problem.order!r}"
     elif schedule in ("unfused", "sliced") and problem.op != "sum":

@@ -62,15 +62,16 @@ class Pipeline(pipeline.Pipeline):
 
     def step(self, inputs: Sequence[Any] | None = None, targets: Sequence[Any] | None = None) -> list[Any] | None:
         self._has_gradients = torch.is_grad_enabled()
-        losses = super().step(inputs, targets)
-        if self.input_gradients is not None and not self._has_gradients:
-            self.input_gradients = [None] * self.microbatches
-        elif self.input_gradients is not None and inputs is not None:
-            wanted = [(x, g) for x, g in zip(inputs, self.input_gradients, strict=True) if _requires_grad(x)]
-            torch.autograd.backward([x for x, _ in wanted], [g for _, g in wanted])
-        return losses
+        return super().step(inputs, targets)
 
     step.__doc__ = pipeline.Pipeline.step.__doc__
+
+    def _pull_inputs(self) -> None:
+        if self.input_gradients is not None and not self._has_gradients:
+            self.input_gradients = [None] * self.microbatches
+        elif self.input_gradients is not None:
+            wanted = [(x, g) for x, g in zip(self._inputs, self.input_gradients, strict=True) if _requires_grad(x)]
+            torch.autograd.backward([x for x, _ in wanted], [g for _, g in wanted])
 
     @property
     def first(self) -> Stage | None:

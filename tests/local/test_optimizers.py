@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from fompi.parallel.optimizers import SGD, AdamW
+from fompi.backends.numbers import narrow
+from fompi.base.errors import DtypeError
+from fompi.parallel.optimizers import MASTER, SGD, AdamW, state_of, update
 
 CASES = [
     (SGD(0.1), lambda p: torch.optim.SGD(p, 0.1)),
@@ -40,6 +42,23 @@ def test_as_torch(optimizer, make, dtype):
     bound = 8 * steps * np.finfo(dtype).eps
     np.testing.assert_allclose(p, expected.detach().numpy(), rtol=bound, atol=bound)
     assert p.dtype == dtype and all(a.dtype == dtype for s in states for a in s.values() if isinstance(a, np.ndarray))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_types_have_a_float32_copy(dtype):
+    """Zero and small gradients change nothing that is not said; small steps add up; a state without a copy gets one."""
+    for optimizer, g, steps in ((AdamW(1e-3, weight_decay=0), 0, 3), (AdamW(1e-5), 1e-4, 200), (SGD(1e-4), 1.0, 200)):
+        p, single = narrow(np.linspace(-2, 2, 5, dtype=np.float32), dtype), np.linspace(-2, 2, 5, dtype=np.float32)
+        state, other, g = state_of(optimizer, p, dtype), optimizer.state(single), np.full(5, g, np.float32)
+        for _ in range(steps):
+            update(optimizer, p, g, state, dtype)
+            optimizer.update(single, g, other)
+        np.testing.assert_array_equal(p, narrow(single, dtype))
+        assert (state.pop(MASTER) == single).all()
+        update(optimizer, p, g, state, dtype)
+        assert state[MASTER].dtype == np.float32
+        with pytest.raises(DtypeError, match="give it a float32 copy"):
+            optimizer.state(p)
 
 
 def test_a_learning_rate_that_changes():

@@ -291,6 +291,18 @@ def test_hooks_of_torch(world, zero):
             torch.testing.assert_close(dp[name], p.detach(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("how", [*({"zero": zero} for zero in ZEROS), {"order": fompi.Canonical(8)}], ids=str)
+def test_a_gradient_that_is_none(world, how):
+    """On all ranks: the parameter is left alone. On one of them: it is 0 there. No bucket waits for it."""
+    params, last = {name: np.ones(3) for name in "abc"}, world.rank == world.size - 1
+    leaves = 8 // world.size if "order" in how else 1
+    with DataParallel(params, optimizer=ADAM, comm=world, microbatches=leaves, bucket_nbytes=24, **how) as dp:
+        for name, gradient in [("c", None), ("b", None if last else np.ones(3)), ("a", np.ones(3))] * leaves:
+            dp.ready(name, gradient)
+        assert dp.step() == pytest.approx(np.sqrt(3 * (1 + (1 - 1 / world.size) ** 2)))
+        assert (dp["c"] == 1).all() and (dp["b"] < 0.96).all() and (dp["a"] < 0.96).all()
+
+
 @pytest.mark.parametrize("wire", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("zero", ZEROS)
 def test_a_wire(world, zero, wire):
@@ -308,6 +320,18 @@ def test_a_wire(world, zero, wire):
             dp.step()
         every = fompi.all_gather(dp["w"], comm=world).reshape(world.size, 360)
         assert (every == every[0]).all()
+
+
+@pytest.mark.parametrize("zero", ZEROS)
+def test_a_mean_that_fits_where_a_sum_does_not(world, zero):
+    """float16 holds 40000 and not 80000: over the ranks, and over replicas."""
+    odd = world.size % 2 == 1 or world.size == 2
+    with world.split(world.rank // 2) as pair, world.split(world.rank % 2) as others:
+        axes = {"comm": world} if odd else {"comm": pair, "replicas": others}
+        with DataParallel({"w": np.zeros(9, np.float32)}, optimizer=SGD(1), zero=zero, wire="float16", **axes) as dp:
+            dp.ready("w", np.full(9, 40000, np.float32))
+            assert dp.step() == pytest.approx(3 * 40000)
+            np.testing.assert_allclose(dp["w"], -40000)
 
 
 def weighted(dp, world, steps, first=0):

@@ -609,6 +609,21 @@ def test_autograd_differentiates_the_whole_loss(world):
 
 
 @pytest.mark.usefixtures("float64")
+def test_an_error_before_the_first_stage_is_one_of_the_step(world):
+    """In the graph of the inputs, which autograd differentiates when the stages have done their part."""
+    pipe, _, _, _ = pipeline_of_torch(world)
+    x = torch.ones(3, 4, requires_grad=True)
+    x.register_hook(lambda _: 1 // 0)
+    for given in ([x * 1, x * 1], [torch.ones(3, 4)] * 2):
+        try:
+            pipe.step(given, [torch.ones(3, 4)] * 2)
+            assert not given[0].requires_grad
+        except (ZeroDivisionError, PeerError) as error:
+            assert given[0].requires_grad and isinstance(error, ZeroDivisionError) == (world.rank == 0)
+    pipe.close()
+
+
+@pytest.mark.usefixtures("float64")
 def test_only_inputs_that_require_grad_get_one(world):
     """The first stage saves the product of the other one. Gradients of parameters are the same."""
     pipe, modules, _, _ = pipeline_of_torch(world)

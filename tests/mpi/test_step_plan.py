@@ -1,6 +1,7 @@
 """A whole training step as one plan: parameters, losses and gradients are those of one process, step after step."""
 
-from itertools import chain
+from copy import deepcopy
+from itertools import chain, product
 
 import numpy as np
 import pytest
@@ -261,6 +262,156 @@ def test_a_language_model_in_one_plan(world, schedule):
                     flat = np.concatenate([w.detach().numpy().reshape(-1) for w in weights[number][place]])
                     cuts, part = offsets(step.problem.shares(number)), step.problem.part(number, world.rank)
                     np.testing.assert_allclose(shard, flat[cuts[part] : cuts[part + 1]], rtol=1e-8, atol=1e-11)
+
+
+FUNCTIONS = (
+    "forward", "backward", "loss", "qkv", "attention", "output", "output_backward", "attention_backward",
+    "qkv_backward", "update",
+)  # fmt: skip
+
+
+class Broken:
+    """A layer or an optimizer, whose function `fails` raises an error after its work."""
+
+    def __init__(self, of):
+        self.of, self.fails = of, None
+
+    def __getattr__(self, name):
+        found = getattr(self.of, name)
+
+        def called(*args):
+            result = found(*args)
+            if self.fails == name:
+                raise (SystemExit if name.startswith("o") else OSError)("no space left")
+            return result
+
+        return called if name in FUNCTIONS else found
+
+
+def language_model(pp):
+    """The kind of each layer, and make(l): embedding, attention, MLP ..., head; some parameters stay."""
+    random, kinds = np.random.default_rng(3), [Embedding, *[Attn, Mlp] * pp, Head]
+    shapes = {Embedding: [(7, 3)], Attn: [(3, 6), (2, 3)], Mlp: [(3, 4), (4, 3)], Head: [(3, 7)]}
+    drawn = [[random.standard_normal(shape) / 2 for shape in shapes[kind]] for kind in kinds]
+
+    def make(number):
+        w, kind = [w.copy() for w in drawn[number]], kinds[number]
+        return Mlp(0, *w) if kind is Mlp else Attn(*w, stay=number == 1) if kind is Attn else kind(*w)
+
+    return kinds, make
+
+
+def test_a_step_that_fails_anywhere_leaves_everything_as_it_was(world):
+    """On one rank, in any function of a layer or the optimizer. The next step is as if there had been none."""
+    for mesh in MESHES.get(world.size, []):
+        kinds, make = language_model(mesh.get("pp", 1))
+        how = {"microbatches": 2, "shape": (ROWS, FEATURES), "dtype": "float64", "mesh": mesh, "layers": len(kinds)}
+        ids = np.random.default_rng(world.rank).integers(0, 7, (2, 2, ROWS))
+        broken = {len(kinds): Broken(AdamW(0.1))}
+
+        def made(number, make=make, broken=broken):
+            broken[number] = Broken(make(number))
+            return broken[number]
+
+        with (
+            TrainingStep(made, optimizer=broken[len(kinds)], comm=world, **how) as step,
+            TrainingStep(make, optimizer=AdamW(0.1), comm=world, **how) as other,
+        ):
+            places = [(n, name) for n, kind in enumerate([*kinds, AdamW]) for name in FUNCTIONS if hasattr(kind, name)]
+            for rank, (number, name) in product(range(world.size), places):
+                if number not in (*step.problem.held(rank), len(kinds)):
+                    continue
+                before, words = deepcopy((step.shards, step.states)), f"rank {rank} failed in training step"
+                if rank == world.rank:
+                    broken[number].fails = name
+                errors = (OSError, SystemExit) if rank == world.rank else fompi.PeerError
+                with pytest.raises(errors, match=f"no space|{words}"):
+                    step(*ids)
+                if rank == world.rank:
+                    broken[number].fails = None
+                np.testing.assert_equal((step.shards, step.states), before)
+            for _ in range(2):
+                assert step(*ids) == other(*ids)
+                np.testing.assert_equal((step.shards, step.states), (other.shards, other.states))
+
+
+class Unused(Mlp):
+    """It reads its third parameter in the micro-batches for which `reads` is True, and returns None elsewhere."""
+
+    def __init__(self, reads, *parameters):
+        super().__init__(0, *parameters[:2])
+        self.parameters, self.reads = [*parameters], reads
+
+    def backward(self, weights, saved, dy):
+        dx, gradients = super().backward(weights, saved, dy)
+        return dx, [*gradients, np.ones_like(weights[2]) if self.reads() else None]
+
+
+@pytest.mark.parametrize("optimizer", [SGD(0.1, momentum=0.9, weight_decay=0.5), AdamW(0.1, weight_decay=0.5)])
+def test_a_parameter_without_a_gradient_is_left_alone(world, optimizer):
+    """As in torch, with its moments and its count of steps. A gradient of one rank is one."""
+    random, axes, reads = np.random.default_rng(0), {"dp": world.size}, [False]
+    drawn = [random.standard_normal(s) for s in ((FEATURES, HIDDEN), (HIDDEN, FEATURES), (5,))]
+    how = {"microbatches": 2, "shape": (ROWS, FEATURES), "dtype": "float64", "loss": loss, "mesh": axes, "comm": world}
+    x, third = random.standard_normal((2, ROWS, FEATURES)), torch.tensor(drawn[2], requires_grad=True)
+    kind = torch.optim.SGD if isinstance(optimizer, SGD) else torch.optim.AdamW
+    single = kind([third], **vars(optimizer))
+    with TrainingStep(lambda _: Unused(lambda: reads[0], *drawn), layers=1, optimizer=optimizer, **how) as step:
+        for is_read in (False, True, False, True):
+            reads[0] = is_read and world.rank == world.size - 1
+            step(x, x)
+            third.grad = torch.full((5,), 2.0, dtype=torch.float64) if is_read else None
+            single.step()
+            first, _, last = step.gathered()[0]
+            np.testing.assert_allclose(last, third.detach(), rtol=1e-12)
+            assert not np.array_equal(first, drawn[0])
+
+
+class Constant:
+    """Its parameter has the same gradient in each micro-batch, whatever its input."""
+
+    residual = True
+
+    def __init__(self, p, gradient):
+        self.parameters, self.gradient = [p], gradient
+
+    def forward(self, weights, x):
+        return np.zeros_like(x), None
+
+    def backward(self, weights, saved, dy):
+        return np.zeros_like(dy), [np.full_like(weights[0], self.gradient)]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "gradient"),
+    [
+        (AdamW(1e-3), 0.0),
+        (AdamW(1e-3), 1e-4),
+        (AdamW(1e-4, weight_decay=0.5), 6e-8),
+        (SGD(1e-5), 1.0),
+        (SGD(1e-5), 3e4),
+    ],
+)
+def test_half_types_are_updated_as_float32(world, optimizer, gradient):
+    """Also what is saved in the middle, and what the program has written. Sums are in float32, too."""
+    p, count = np.linspace(-2, 2, 7).astype(np.float16), 2 * world.size
+    how = {"microbatches": 2, "shape": (ROWS, FEATURES), "dtype": "float16", "mesh": {"dp": world.size}, "comm": world}
+    how |= {"loss": lambda y, t: (0.0, y - t), "optimizer": optimizer}
+    x, single = np.zeros((2, ROWS, FEATURES), np.float16), p.astype(np.float32)
+    state, g = optimizer.state(single), np.full(7, count * np.float32(np.float16(gradient)))
+    saved = None
+    for part in range(3):
+        with TrainingStep(lambda _: Constant(p, gradient), layers=1, **how) as step:
+            if saved is not None:
+                step.shards[0][...], step.states = saved
+            if part == 2:  # the program writes
+                step.shards[0][...] = 3
+                single[...] = 3
+            for _ in range(10):
+                step(x, x)
+                optimizer.update(single, g, state)
+                np.testing.assert_array_equal(step.gathered()[0][0], single.astype(np.float16))
+            saved = deepcopy((step.shards[0], step.states))
 
 
 def test_all_ranks_refuse(world):

@@ -119,6 +119,38 @@ def test_a_loss_beside_modules(world):
         torch.testing.assert_close(p.data, q.data - 0.01 * world.size * q.grad)
 
 
+def test_a_parameter_that_is_not_used_and_a_step_that_fails(world):
+    """As torch leaves alone what has grad=None. A step that fails in the backward of one rank changes nothing."""
+    torch.manual_seed(1)
+    net, x, broken = Mlp(), torch.randn(2, ROWS, FEATURES), False
+    net.unused = torch.nn.Parameter(torch.ones(3))
+
+    def hook(_):
+        if broken and world.rank == world.size - 1:
+            raise OSError("no space left")
+
+    net.up.bias.register_hook(hook)
+    alone, options = copy.deepcopy(net), {"lr": 0.1, "weight_decay": 0.5}
+    optimizer = torch.optim.AdamW(alone.parameters(), **options)
+    how = {"microbatches": 2, "shape": (ROWS, FEATURES), "comm": world, "layers": 1, "mesh": {"dp": world.size}}
+    how |= {"loss": lambda y, t: (y - t).square().sum(), "optimizer": fompi.parallel.data.AdamW(**options)}
+    how["dtype"] = str(x.dtype).removeprefix("torch.")
+    with fompi.torch.TrainingStep(lambda _: net, **how) as step:
+        for broken in (False, True, False):
+            if broken:
+                with pytest.raises((OSError, fompi.PeerError)):
+                    step(x, x)
+                continue
+            step(x, x)
+            optimizer.zero_grad()
+            sum(alone(a).square().sum() for a in x).mul(world.size).backward()
+            optimizer.step()
+        step.write_back()
+    for p, q in zip(net.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+    assert torch.equal(net.unused, torch.ones(3))
+
+
 @pytest.mark.parametrize("spoil", [lambda p: p.requires_grad_(False), lambda p: setattr(p, "data", p.data.bfloat16())])
 def test_parameters_that_a_step_cannot_have(world, spoil):
     def make(_):

@@ -96,7 +96,22 @@ def bound(problem, inputs, roundings):
     return 1.01 * problem.size * roundings * (each + wire.of_itself * total + wire.least) + 1e-6 * total
 
 
-@pytest.mark.parametrize("size", range(1, 6))
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_a_mean_that_fits_where_a_sum_does_not(size):
+    """float16 holds 40000 and not 80000. A schedule that sends sums of some ranks is refused."""
+    for collective, row in (("all_reduce", ()), ("reduce_scatter", (7,))):
+        problem = on_wire(Problem(collective, size, "float32", row, op="mean"), "float16")
+        for schedule in registry.available(problem):
+            plan, sizes = registry.write(problem, schedule), catalogue.sizes(problem, "uneven", 1)
+            inputs = catalogue.inputs(problem, sizes, 0, lambda rng, shape, dtype: np.full(shape, 40000, dtype))
+            for outputs in twin(plan, inputs, BACKEND, sizes=sizes, seed=1):
+                assert all((y == 40000).all() for y in outputs.values())
+    if size > 2:
+        with pytest.raises(PlanError, match="'ring': its messages cannot carry the wire float16: a sum of some ranks"):
+            registry.write(problem, "ring")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_results_are_within_the_bound(size):
     """Random interleavings, uneven and empty shards; what all ranks get has the same bits."""
     rng = np.random.default_rng(size)

@@ -33,8 +33,8 @@ def test_every_step_is_right(axes):
 
 
 MODEL = (
-    LayerForm(7, "embedding", stay=True), LayerForm(5, "attention"), 6, LayerForm(3, "attention", stay=True),
-    LayerForm(0, stay=True), LayerForm(4, "head"),
+    LayerForm(7, "embedding", stay=True), LayerForm(5, "attention", tensors=2), 6, LayerForm(3, "attention", stay=True),
+    LayerForm(0, stay=True, tensors=1), LayerForm(4, "head", tensors=3),
 )  # fmt: skip
 
 
@@ -57,6 +57,14 @@ def test_a_step_that_leaves_something_out_is_refused(layers):
         for i in range(0, len(ops), 11 if layers is not MODEL else 23):
             with pytest.raises(PlanError):
                 fompi.verify(found.with_program(replace(found.programs[rank], ops=(*ops[:i], *ops[i + 1 :]))))
+
+
+def test_gradients_are_summed_in_float32_with_who_has_them():
+    found = made((2, 1, 1), layers=MODEL, dtype="float16")
+    fompi.verify(found)
+    rows = {b.name: (b.row, b.dtype) for b in found.programs[0].buffers}
+    assert rows["g1_0"] == ((3 + 2,), "float32") and rows["g5_1"] == ((2 + 3,), "float32")
+    assert rows["p1"] == ((3,), "float16")
 
 
 def test_a_step_whose_update_comes_too_early_is_refused():
