@@ -18,7 +18,7 @@ import copy
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter, sleep
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -49,6 +49,7 @@ class Section:
     """Calls that belong together. Its kernels follow IEEE 754 without warnings or errors, as those of operations do.
 
     Several threads may be in a shared one. The sections inside of it are in no order, so they end together with it.
+    What else is inside of it is of the program, with its own error state.
     If it is `told`, a rank that had done its part hears of an error in its next call. Else its strategy tells it.
     """
 
@@ -59,7 +60,7 @@ class Section:
         self._around: Section | None = None  # of this thread
         self._outside: list[Any] = []  # the sections around it on these communicators
         self._is_left = False  # True once this rank has done its part
-        self._quiet = np.errstate(all="ignore")
+        self._quiet: AbstractContextManager[None] = nullcontext() if shared else np.errstate(all="ignore")
 
     def __enter__(self) -> Section:
         self._around, _OPEN.section = _OPEN.section, self
@@ -144,8 +145,7 @@ class Section:
         """What this thread does belongs to the section, too."""
         outside, _OPEN.section = _OPEN.section, self
         try:
-            with np.errstate(all="ignore"):
-                yield
+            yield
         finally:
             _OPEN.section = outside
 

@@ -12,13 +12,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from fompi.base.doors import DOORS
 from fompi.base.errors import ArgumentError, PeerError
 from fompi.engine.communicator import Communicator
+from fompi.ops.operation import is_compiling
 from fompi.parallel.section import Section
 
 
@@ -60,7 +64,7 @@ class Alternation:
 
     def run(self) -> list[Any]:
         """The results of all functions."""
-        modes = DOORS.modes_of_torch() if "torch" in sys.modules else nullcontext
+        modes = _modes()
         engine = Communicator.of(None).engine
         engine.gate = engine.gate or _meet
         if _HERE.threads is None:
@@ -153,6 +157,23 @@ def in_turn() -> AbstractContextManager[None]:
     return nullcontext() if _HERE.turns is None else _HERE.turns.call(_HERE.number)
 
 
+def _modes() -> Callable[[], AbstractContextManager[None]]:
+    """What makes a context with the modes of this thread, for another thread. `copy_context` has those of Python."""
+    doors = {"torch": DOORS.modes_of_torch, "jax": DOORS.modes_of_jax}
+    makers = [door() for framework, door in doors.items() if framework in sys.modules]
+    errors: dict[str, Any] = {**np.geterr(), "call": np.geterrcall()}  # before NumPy 2 a thread has its own
+    makers.append(partial(np.errstate, **errors))
+
+    @contextmanager
+    def same() -> Iterator[None]:
+        with ExitStack() as stack:
+            for make in makers:
+                stack.enter_context(make())
+            yield
+
+    return same
+
+
 def _meet(comm: Communicator) -> None:
     if _HERE.turns is not None:
         _HERE.turns.meet(_HERE.number, comm)
@@ -172,12 +193,15 @@ def interleave(*functions: Callable[[], Any]) -> list[Any]:
     The functions run in turns, one at a time: each until a strategy of `fompi.parallel`, or a module of
     `fompi.torch.nn`, waits for messages. A call of an operation waits on its own: start it instead, then call
     `fompi.parallel.turns.give_way()`, then wait.
-    Function 0 runs in this thread, the others in threads of their own, with the modes of this one (`torch.no_grad`,
-    autocast). Not for functions that jax.jit or torch.compile read.
+    Function 0 runs in this thread, the others in threads of their own, with the modes of this one: of torch, JAX, NumPy
+    and `contextvars`. StateError names a mode that cannot be in two threads (torch.func, the transformations of JAX,
+    torch.profiler). Not for functions that torch.compile reads.
 
     Collective: all ranks pass functions that make the same calls. Two micro-batches at a time: DeepSeek-V3, section
     3.2.1 (2412.19437). If a function raises an error the others end too, on all ranks, and the error is raised.
     """
+    if "torch._dynamo" in sys.modules and is_compiling():
+        DOORS.prepare()  # hides `run_in_turns` from the compiler
     for f in functions:
         if not callable(f):
             raise ArgumentError(f"fompi.interleave: {f!r} is no function: pass lambda: ...")
@@ -185,5 +209,10 @@ def interleave(*functions: Callable[[], Any]) -> list[Any]:
         raise ArgumentError(f"fompi.interleave: {len(functions)} functions, but at most {MOST} run in turns")
     if len(functions) < 2:
         return [f() for f in functions]
+    return run_in_turns(functions)
+
+
+def run_in_turns(functions: tuple[Callable[[], Any], ...]) -> list[Any]:
+    """The results of several functions. torch.compile does not read this."""
     with Section("interleave", shared=True) as section:
         return Alternation(functions, section).run()

@@ -16,6 +16,7 @@ from fompi.engine.communicator import Communicator
 from fompi.ops.messages import Transfer
 from fompi.ops.operation import Operation
 from fompi.ops.pending import Pending
+from fompi.parallel import turns
 from fompi.parallel.differentiable import Differentiable
 from fompi.runtime.executor import Executor
 from fompi.torch import private
@@ -34,15 +35,16 @@ from fompi.torch.operators import (
 from fompi.torch.strategy_operators import GROUPED, of_call
 from fompi.tuning.adaptive import Adaptive
 
-HIDDEN = (
+HIDDEN: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (Operation, ("start",)),
     (Pending, ("done", "wait")),
     (Transfer, ("done", "wait")),
     (Communicator, ("agree", "barrier")),
     (Executor, ("__call__", "start", "wait")),
     (Adaptive, ("__call__", "start", "wait")),
+    (turns, ("run_in_turns",)),
 )
-"""The methods that communicate, and that a compiled function may call. torch.compile reads neither them nor what they
+"""What communicates, and a compiled function may call. torch.compile reads neither them nor what they
 call: a call is a graph break.
 """
 
