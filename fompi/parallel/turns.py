@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
 from functools import partial
@@ -21,7 +21,7 @@ import numpy as np
 
 from fompi.base.doors import DOORS
 from fompi.base.errors import ArgumentError, PeerError
-from fompi.engine.communicator import Communicator
+from fompi.engine.communicator import Communicator, engine_of_process
 from fompi.ops.operation import is_compiling
 from fompi.parallel.section import Section
 
@@ -64,17 +64,33 @@ class Alternation:
 
     def run(self) -> list[Any]:
         """The results of all functions."""
-        modes = _modes()
-        engine = Communicator.of(None).engine
+        modes, engine = _modes(), engine_of_process()
         engine.gate = engine.gate or _meet
+        self.section.begin_shared(engine)
+        kernels = engine.around.kernels
+
+        def run(number: int) -> Any:  # in a kernel, if this thread is in one
+            engine.around.kernels = kernels
+            return self._run(number, modes)
+
         if _HERE.threads is None:
             _HERE.threads = ThreadPoolExecutor(MOST - 1, "fompi.interleave")
         start, numbers = _HERE.threads.submit, range(1, len(self.functions))
-        others = [start(copy_context().run, self._run, number, modes) for number in numbers]
-        results = [self._run(0, nullcontext), *(other.result() for other in others)]
+        others = [start(copy_context().run, run, number) for number in numbers]
+        results = [self._run(0, nullcontext), *map(self._result, others)]
         if self.error is not None:
             raise self.error
         return results
+
+    def _result(self, function: Future[Any]) -> Any:
+        """The result of a function in another thread. An interrupt ends all functions first."""
+        while True:
+            try:
+                return function.result()
+            except BaseException as error:
+                if function.done():
+                    raise
+                self._fail(error)
 
     def _run(self, number: int, modes: Callable[[], Any]) -> Any:
         """The result of a function; None if it, or another one, raises an error."""
@@ -87,9 +103,7 @@ class Alternation:
                 self._look()
                 return self.functions[number]()
         except BaseException as error:
-            if self.error is None:
-                self.error = error
-                self.section.end_by(error)
+            self._fail(error)
             return None
         finally:
             _HERE.turns, _HERE.number = outside
@@ -105,7 +119,11 @@ class Alternation:
         following = self._after(number)
         if following != number:
             self._gates[following].release()
-            self._gates[number].acquire()
+            try:
+                self._gates[number].acquire()
+            except BaseException as error:  # an interrupt, while another function runs: that one ends first
+                self._fail(error)
+                self._gates[number].acquire()
             self._look()
 
     @contextmanager
@@ -113,12 +131,19 @@ class Alternation:
         """Inside, a function begins a call, whatever that needs."""
         self._await_turn(number)
         self._is_in_call[number] = True
-        yield
-        self._is_in_call[number] = False
-        self.calls[number] += 1
+        try:
+            yield
+        finally:
+            self._is_in_call[number] = False
+            self.calls[number] += 1
 
     def meet(self, number: int, comm: Communicator) -> None:
         """A call may begin on `comm`."""
+        if comm.channel.ending is not None:  # of another section
+            comm.channel.ending.before_call(comm)
+        self.section.begin(comm, comm.calls + 1)
+        if comm.channel.lost is not None:
+            raise comm.channel.lost
         if not self._is_in_call[number] and self._met[number] != (comm, comm.calls):
             self._await_turn(number)
             self._met[number] = comm, comm.calls
@@ -137,6 +162,12 @@ class Alternation:
     def _after(self, number: int) -> int:
         """The function whose turn comes next."""
         return self.running[(self.running.index(number) + 1) % len(self.running)]
+
+    def _fail(self, error: BaseException) -> None:
+        """All functions end by the first error, on all ranks. What waits in this moment has it, too."""
+        if self.error is None:
+            self.error = error
+            self.section.whole.end_by(error)
 
     def _look(self) -> None:
         if self.error is not None:
