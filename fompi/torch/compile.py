@@ -13,11 +13,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fompi.engine.communicator import Communicator
+from fompi.ops.arguments import SUMS
 from fompi.ops.messages import Transfer
 from fompi.ops.operation import Operation
 from fompi.ops.pending import Pending
 from fompi.parallel import turns
 from fompi.parallel.differentiable import Differentiable
+from fompi.plans.tree import Canonical
 from fompi.runtime.executor import Executor
 from fompi.torch import private
 from fompi.torch.operators import (
@@ -180,7 +182,16 @@ def why_outside(
         if len(biases) > len(given["ws"]):
             return "wrong"
         given["biases"] = filled(given["ws"], biases)
-    for key in TENSORS:
+    order = given.get("order", "any")
+    if isinstance(order, Canonical):
+        given["order"] = f"canonical({order.leaves})"
+    elif not isinstance(order, str):
+        return "wrong"
+    if name in SUMS and isinstance(given["x"], (list, tuple)):
+        if len(given["x"]) == 0 or not given.get("order", "any").startswith("canonical("):
+            return "wrong"
+        given["leaves"], given["x"] = list(given["x"]), given["x"][0]
+    for key in (*TENSORS, "leaves"):
         tensors = given.get(key)
         for t in tensors if isinstance(tensors, list) else [tensors]:
             if t is not None and not isinstance(t, torch.Tensor):
@@ -199,6 +210,8 @@ def why_outside(
         return "wrong"
     if given.get("slices") is not None:
         given["slices"] = as_sizes(given["slices"])
+    if any([t.requires_grad for t in given.get("leaves") or []]):
+        return "wrong"
     return None
 
 
