@@ -19,7 +19,6 @@ from fompi.ops.operation import Operation
 from fompi.ops.pending import Pending
 from fompi.parallel import turns
 from fompi.parallel.differentiable import Differentiable
-from fompi.plans.tree import Canonical
 from fompi.runtime.executor import Executor
 from fompi.torch import private
 from fompi.torch.operators import (
@@ -32,6 +31,7 @@ from fompi.torch.operators import (
     as_sizes,
     filled,
     name_of,
+    name_order,
     wanted,
 )
 from fompi.torch.strategy_operators import GROUPED, of_call
@@ -182,10 +182,8 @@ def why_outside(
         if len(biases) > len(given["ws"]):
             return "wrong"
         given["biases"] = filled(given["ws"], biases)
-    order = given.get("order", "any")
-    if isinstance(order, Canonical):
-        given["order"] = f"canonical({order.leaves})"
-    elif not isinstance(order, str):
+    name_order(given)
+    if not isinstance(given.get("order", "any"), str):
         return "wrong"
     if name in SUMS and isinstance(given["x"], (list, tuple)):
         if len(given["x"]) == 0 or not given.get("order", "any").startswith("canonical("):

@@ -41,6 +41,7 @@ from fompi.ops.arguments import Arguments
 from fompi.ops.operation import CallOptions, Operation
 from fompi.plans.meaning import MEANING
 from fompi.plans.rows import Rows, rows_alike
+from fompi.plans.tree import Canonical
 from fompi.torch import private
 from fompi.torch.autograd import conjugate
 from fompi.torch.groups import communicator
@@ -129,6 +130,12 @@ def wanted(given: Mapping[str, Any], gradient: str) -> str:
             elif each is not None and each.requires_grad:
                 names.append(name)
     return f"for the gradient of {' and '.join(names)} ({gradient})" if names else ""
+
+
+def name_order(given: dict[str, Any]) -> None:
+    """Let `order` be its name: an operator takes no objects. torch.compile reads this."""
+    if isinstance(order := given.get("order"), Canonical):
+        given["order"] = order.name
 
 
 def joined(*words: str) -> str:
