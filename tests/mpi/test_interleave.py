@@ -1,7 +1,10 @@
 """`fompi.interleave`: functions in turns have the results of one after the other, and run where they may."""
 
+import functools
+import itertools
 import sys
 import threading
+import time
 from contextvars import ContextVar
 from decimal import getcontext, localcontext
 
@@ -10,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from mpi4py import MPI
 from strategies import drawn, runs, same_bits
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -232,6 +236,73 @@ def test_stages_of_a_pipeline_have_the_modes_of_the_step(world):
                 pipe.step(x, x)
             CHOSEN.set(0)
     assert seen == [expected] * 24
+
+
+class Injected(Exception):
+    pass
+
+
+def ends_alike(world, comm, failing, kind, call):
+    """`call` ends soon on all ranks by the error of one of them, there or in the next call. Then all is in step."""
+    begun, error = time.perf_counter(), None
+    try:
+        call()
+        world.barrier()  # a rank that has done its part hears of it here
+    except (kind, fompi.FompiError) as raised:
+        error = raised
+    where = failing, kind, error
+    if world.rank == failing:
+        assert type(error) is kind, where
+    else:
+        assert isinstance(error, fompi.PeerError) and f"{kind.__name__}: here" in str(error), where
+    comm.barrier()
+    assert time.perf_counter() - begun < 5, where
+    for k in range(2):
+        assert float(fompi.all_reduce(np.full(3, k), comm=world)[0]) == k * world.size, where
+
+
+def failing_calls(at, fails, kind, *comms):
+    """Operations on these communicators, and an error before number `at` of them."""
+    for k in range(4):
+        if fails and k == at:
+            raise kind("here")
+        if k < 3:
+            fompi.all_reduce(np.full(3, k), comm=comms[k % len(comms)])
+            pending = fompi.all_gather.start(np.full((2, 3), k), comm=comms[-1])
+            give_way()
+            pending.wait()
+
+
+@pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="there is no other rank")
+def test_an_error_of_a_function_ends_all_functions_on_all_ranks(world, comm):
+    """Before the first call, between calls and after the last one; of any kind, in any function, on any rank."""
+    with world.split(0, name="other") as other:
+        cases = [*itertools.product(range(4), range(3), [Injected]), (1, 0, KeyboardInterrupt), (2, 1, SystemExit)]
+        for at, place, kind in cases:
+            failing, f = (at + place) % world.size, functools.partial(failing_calls, at)
+            one, two, three = (world.rank == failing and place == number for number in range(3))
+            functions = (
+                functools.partial(f, one, kind, world, other),
+                functools.partial(f, two, kind, world),
+                lambda f=f, three=three, kind=kind: fompi.interleave(
+                    lambda: f(False, kind, world), lambda: f(three, kind, world)
+                ),
+            )
+            ends_alike(world, comm, failing, kind, functools.partial(fompi.interleave, *functions))
+            assert float(fompi.all_reduce(np.ones(1), comm=other)[0]) == world.size
+
+
+@pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="there is no other rank")
+def test_an_error_before_the_first_call_is_not_one_of_a_later_interleave(world, comm):
+    """The functions of the second one are the first to use the other communicator."""
+    with world.split(0, name="other") as other:
+
+        def local():
+            if world.rank == 0:
+                raise Injected("here")
+
+        ends_alike(world, comm, 0, Injected, lambda: fompi.interleave(local, lambda: world.barrier()))
+        assert fompi.interleave(lambda: other.barrier(), lambda: other.barrier()) == [None, None]
 
 
 def model(comm, seed):
