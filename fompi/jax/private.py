@@ -27,6 +27,9 @@ NAMES = {
     "jax._src.effects": "Effect lowerable_effects ordered_effects shardable_ordered_effects "
     "control_flow_allowed_effects custom_derivatives_allowed_effects remat_allowed_effects",
     "jax._src.core": "abstract_token trace_state_clean",
+    "jax._src.config": "config_ext",
+    "jax._src.mesh": "thread_resources",
+    "jax._src.source_info_util": "_source_info_context",
     "jax._src.interpreters.mlir": "create_token",
     "jax._src.interpreters.mlir.ModuleContext": "add_keepalive replace",
     "jax._src.interpreters.mlir.LoweringRuleContext": "replace set_tokens_out",
