@@ -64,10 +64,10 @@ class Alternation:
 
     def run(self) -> list[Any]:
         """The results of all functions."""
-        modes, engine = _modes(), engine_of_process()
+        engine = engine_of_process()
         engine.gate = engine.gate or _meet
         self.section.begin_shared(engine)
-        kernels = engine.around.kernels
+        modes, kernels = _modes(), engine.around.kernels
 
         def run(number: int) -> Any:  # in a kernel, if this thread is in one
             engine.around.kernels = kernels
