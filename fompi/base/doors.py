@@ -47,6 +47,9 @@ class Doors:
     modes_of_torch: Callable[[], Callable[[], Any]] = closed
     """() -> what makes a context with the modes of torch that this thread has. `parallel` -> `torch`."""
 
+    modes_of_jax: Callable[[], Callable[[], Any]] = closed
+    """() -> the same with the modes of JAX. `parallel` -> `jax`."""
+
     attention_of_torch: Callable[..., Any] = closed
     """(dtype, is it on a device, are values as wide as keys) -> a kernel of attention=. `parallel` -> `torch`."""
 

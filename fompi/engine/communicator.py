@@ -79,6 +79,11 @@ def _make_engine() -> Engine:
     return engine
 
 
+def engine_of_process() -> Engine:
+    """The engine of this process. It is made at the first call, which is not collective."""
+    return cast(Engine, attached_to_process(_make_engine))
+
+
 def progress_mode(machine: Machine | None = None) -> str:
     """How messages move in this process while it computes (`fompi.engine.progress`). Raises LaunchError."""
     share = 0.0 if machine is None else machine.native_share
@@ -132,7 +137,7 @@ class Communicator(Shared):
 
     def __init__(self, comm: Any = None, name: str = "world", hosts: int = 0):
         origin = comm if isinstance(comm, Link) else mpi_communicator(comm)
-        self.engine: Engine = attached_to_process(_make_engine)
+        self.engine = engine_of_process()
         if self.engine.over:
             raise StateError(self.engine.over)
         from_split = isinstance(origin, Link)
@@ -144,7 +149,7 @@ class Communicator(Shared):
             self.link = connect(origin, self.engine.timeout, self.engine.progress, self.engine.departure)
         self.name, self.rank, self.size = name, self.link.rank, self.link.size
         self.channel = Channel(self.link, self.engine, name)
-        self.channel.counts = self.begun_with
+        self.channel.comm = self
         self.plans: dict[Any, Any] = {}  # the compiled programs of unbound calls (`fompi.ops.pending`)
         self.tickets: dict[Any, Any] = {}  # unbound calls that run in C, by form (`fompi.ops.ticket`)
         self.agreed: dict[tuple[int, int], int] = {}  # the rows that have fit on all ranks (`fompi.engine.handshake`)

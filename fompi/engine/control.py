@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ FAILED, ACKNOWLEDGED, FATAL, LEFT, GONE, DYING, ASK, ANSWER, COMPARE, DIFFERS, S
 | `COMPARE`      | waits for the receiver in this bound call; the text says its label and its counts      |
 | `DIFFERS`      | has abandoned this call, because ranks have called it with other labels or counts      |
 | `STOPPED`      | has ended the work in the text by an error: it starts no new call that belongs to it   |
-| `ENDED`        | has ended the section of calls that began with this one, or answers: counts in `Ended` |
+| `ENDED`        | has ended the section of calls with this key, or answers: counts in `Ended`            |
 """
 
 _HEADER = struct.Struct("<iqiiI")  # kind, stamp, sender, the rank that wrote the text, bytes of the text
@@ -60,8 +60,8 @@ _NO_ANSWER = (
 )
 
 
-Counts = Callable[[int], tuple[int, int, int]]
-"""Of a rank: the last call here, and how many messages of strategies go to it and come (`Communicator.begun_with`)."""
+ORDINAL_BITS = 20
+"""The key of a section: its first call, and in the low bits which one it is of shared sections before that call."""
 
 
 class Ended(NamedTuple):
@@ -106,12 +106,13 @@ class Channel:
         self.dying: set[int] = set()
         self.stopped: dict[int, tuple[str, str]] = {}  # rank -> the work that it has stopped, and why
         self.section: Any = None  # the section of calls that this rank is in (`fompi.parallel.section`)
-        self.ended: dict[int, dict[int, Ended]] = {}  # first call of a section -> rank -> how far that rank has come
+        self.ended: dict[int, dict[int, Ended]] = {}  # key of a section -> rank -> how far that rank has come
         self.lost: PeerError | None = None  # another rank has ended that section: waits end with this error
         self.left: Any = None  # the section that this rank has left last
         self.ending: Any = None  # the section that has ended by an error, until the counts of all ranks are here
         self.owed: Any = None  # the section that another rank has ended after this one had left it: an error is due
-        self.counts: Counts = lambda peer: (0, 0, 0)  # `Communicator.begun_with`
+        self.comm: Any = None  # the Communicator
+        self.shared = -1, 0  # how many shared sections this rank has begun since this call
         self.broken: BaseException | None = None  # why a call was abandoned with messages in flight
         self.asking = False  # True while `explain` waits for answers
         self.marks: dict[int, tuple[Any, Sizes | None]] = {}  # stamp -> label and counts, of the last marked calls
@@ -192,17 +193,18 @@ class Channel:
         else:
             self._answers[origin] = (stamp, text)
 
-    def _note_end(self, first: int, sender: int, ended: Ended) -> None:
+    def _note_end(self, key: int, sender: int, ended: Ended) -> None:
         """Rank `sender` has ended a section by an error, or says how far it has come. Who has not begun it answers."""
-        self.ended.setdefault(first, {})[sender] = ended
+        self.ended.setdefault(key, {})[sender] = ended
         for section in (self.section, self.left):
-            if section is not None and section.first(self) == first:
+            if section is not None and section.keys.get(self) == key:
                 section.look()
                 break
         else:
             if ended.words:
-                calls, sent, received = self.counts(sender)
-                self.send(sender, ENDED, first, Ended(max(calls, first), sent, received).encoded())
+                calls, sent, received = self.comm.begun_with(sender)
+                first = -1 if key % (1 << ORDINAL_BITS) else key >> ORDINAL_BITS
+                self.send(sender, ENDED, key, Ended(max(calls, first), sent, received).encoded())
         if self.ending is not None:
             self.ending.settle(self)
 

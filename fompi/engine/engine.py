@@ -88,7 +88,7 @@ class Engine(InFlight):
         self.works: list[str] = []  # what this process does together with others (`Communicator.joint`)
         # Kernels. `progress.Driven` describes what the helper reads.
         self.computing = 0
-        self._around = Around()
+        self.around = Around()
         self.kernel_began = 0.0
         self.longest_forwarding = 0.0
         self.kernels = RecentIntervals()  # when threads have run kernels
@@ -195,13 +195,13 @@ class Engine(InFlight):
                 self._library.is_watched = len(self.watched)
         for watch in finished:
             watch.then()
-        if self.polls % WATCH_POLLS == 0 and not self._around.looks_at_watched:
-            self._around.looks_at_watched = True
+        if self.polls % WATCH_POLLS == 0 and not self.around.looks_at_watched:
+            self.around.looks_at_watched = True
             try:
                 for watch in self.watched:
                     self._end_if_lost(watch.task(), watch.channel, watch.begun)
             finally:
-                self._around.looks_at_watched = False
+                self.around.looks_at_watched = False
 
     def poll_thoroughly(self) -> None:
         """Poll until nothing arrives any more: during the next kernel there may be no poll for a long time."""
@@ -227,12 +227,12 @@ class Engine(InFlight):
         """Run a kernel that was taken, without the lock. This is where kernels run."""
         error = None
         self.kernel_began = begun = perf_counter()
-        self._around.kernels += 1
+        self.around.kernels += 1
         try:
             QUIET.copy().run(kernel)
         except BaseException as raised:
             error = raised
-        self._around.kernels -= 1
+        self.around.kernels -= 1
         with self.lock:
             self.computing -= 1
             ended = perf_counter()
@@ -354,7 +354,7 @@ class Engine(InFlight):
                 channel.fail(task, PeerError(text, absent[0]))
                 return
         if (
-            silent > (channel.timeout or self.timeout) and not channel.asking and self.computing == self._around.kernels
+            silent > (channel.timeout or self.timeout) and not channel.asking and self.computing == self.around.kernels
         ):  # a running kernel may be the reason
             moved_at, text = task.moved_at, channel.explain(task)
             if not task.finished and task.moved_at == moved_at:  # no progress during `explain` either

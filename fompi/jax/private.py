@@ -6,6 +6,8 @@ They were checked on the versions in CHECKED. `missing()` says in one line which
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import jax
@@ -13,7 +15,7 @@ import jax.extend.core
 import numpy as np
 from jax.interpreters import ad, batching, mlir
 
-from fompi.base.errors import TensorError
+from fompi.base.errors import StateError, TensorError
 
 CHECKED = ("0.5.0", "0.6.2", "0.10.2")
 """The versions of jax on which these names were checked."""
@@ -25,6 +27,9 @@ NAMES = {
     "jax._src.effects": "Effect lowerable_effects ordered_effects shardable_ordered_effects "
     "control_flow_allowed_effects custom_derivatives_allowed_effects remat_allowed_effects",
     "jax._src.core": "abstract_token trace_state_clean",
+    "jax._src.config": "config_ext",
+    "jax._src.mesh": "thread_resources",
+    "jax._src.source_info_util": "_source_info_context",
     "jax._src.interpreters.mlir": "create_token",
     "jax._src.interpreters.mlir.ModuleContext": "add_keepalive replace",
     "jax._src.interpreters.mlir.LoweringRuleContext": "replace set_tokens_out",
@@ -218,3 +223,38 @@ def outside_of_traces() -> Any:
     from jax._src.core import trace_state_clean
 
     return trace_state_clean
+
+
+def modes() -> Callable[[], AbstractContextManager[None]]:
+    """What makes a context with the settings of JAX that this thread has (`jax.default_device`), for another thread.
+
+    Raises StateError in a function that JAX traces: it does that in one thread.
+    """
+    from jax._src import config, mesh, source_info_util
+
+    if not outside_of_traces()():
+        raise StateError(
+            "fompi.interleave runs functions in threads of their own, but JAX traces this one in one thread"
+        )
+    unset = config.config_ext.unset
+    settings = [each for each in vars(config).values() if hasattr(each, "swap_local") and not isinstance(each, type)]
+    values = [(each, each.get_local()) for each in settings if each.get_local() is not unset]
+    own = [(each, dict(vars(each))) for each in (mesh.thread_resources, source_info_util._source_info_context)]
+
+    def swap(setting: Any, value: Any) -> Any:
+        outside, hook = setting.swap_local(value), getattr(setting, "_update_thread_local_hook", None)
+        if hook is not None and outside is not value:
+            hook(None if value is unset else value)
+        return outside
+
+    @contextmanager
+    def same() -> Iterator[None]:
+        with ExitStack() as stack:
+            for setting, value in values:
+                stack.callback(swap, setting, swap(setting, value))
+            for each, held in own:
+                stack.callback(vars(each).update, dict(vars(each)))
+                vars(each).update({name: list(v) if isinstance(v, list) else v for name, v in held.items()})
+            yield
+
+    return same

@@ -82,9 +82,10 @@ class Operation(Generic[P]):
             return DOORS.traced(self, args, options)
         call, comm = known_call(self.name, args, options), options.get("comm")
         if call is not None and (comm is None or type(comm) is Communicator):
-            front = front_of(Communicator.of(None) if comm is None else comm, call)
+            known = Communicator.of(None) if comm is None else comm
+            front = front_of(known, call)
             if front is not None:
-                result = front.run(call, lambda: self.described(*self.read(args, {**options})))
+                result = front.run(call, lambda: self.described(*self.read(args, {**options, "comm": known})))
                 if result is not REFUSED:
                     return result
         arguments, comm, call_options = self.read(args, options)
@@ -95,13 +96,12 @@ class Operation(Generic[P]):
             return DOORS.differentiable(self, arguments, comm, call_options)
         return self._finished(arguments, comm, call_options)
 
-    def described(self, arguments: Arguments, comm: Any, call_options: CallOptions = _DEFAULTS) -> Pending:
-        """A call that has not begun, with arguments that were right before."""
-        communicator = Communicator.of(comm)
+    def described(self, arguments: Arguments, comm: Communicator, call_options: CallOptions = _DEFAULTS) -> Pending:
+        """A call that C has begun, with arguments that were right before. What its communicator owes comes later."""
         how = call_options.wire, call_options.order
-        local = localise(self.name, arguments, communicator.rank, communicator.size, *how)
+        local = localise(self.name, arguments, comm.rank, comm.size, *how)
         schedule, slices, *_ = call_options if call_options is _DEFAULTS else _checked(call_options)
-        return Pending.described(self.name, arguments, local, communicator, schedule, slices)
+        return Pending.described(self.name, arguments, local, comm, schedule, slices)
 
     def run(self, arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:
         """The result of a call, attached to autograd if a tensor requires grad."""

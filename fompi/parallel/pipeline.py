@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from contextvars import Context, copy_context
 from typing import Any
 
 import numpy as np
@@ -161,8 +162,12 @@ class Pipeline:
         self._evaluation: Executor | None = None
 
     def _bind(self, plan: Plan) -> Executor:
-        used = {kernel.name: getattr(self, f"_{kernel.name}") for kernel in plan.kernels}
+        used = {kernel.name: self._in_context(getattr(self, f"_{kernel.name}")) for kernel in plan.kernels}
         return bind(plan, comm=self.comm, kernels=used, backend=self._backend)
+
+    def _in_context(self, kernel: Callable[..., None]) -> Callable[..., None]:
+        """The kernel with the modes of the caller of the step: `np.errstate`, and what else Python has in a context."""
+        return lambda *given: self._context.copy().run(kernel, *given)
 
     def _check_methods(self) -> None:
         """Raise PlanError if a stage of this rank lacks a method that the order calls."""
@@ -215,6 +220,7 @@ class Pipeline:
         if self.closed:
             raise StateError("the pipeline is closed")
         self._forget()
+        self._context = copy_context()
         self._steps += 1
 
     def _run(self, executor: Executor) -> list[Any] | None:
@@ -260,6 +266,7 @@ class Pipeline:
         self._loss_gradients: dict[int, Any] = {}
         self._results: list[Any] = [None] * self.microbatches
         self._inputs, self._targets, self._refusal = (), (), None
+        self._context = Context()
 
     _mode = ""
     """How this rank runs the step, in words: all ranks must run it alike."""

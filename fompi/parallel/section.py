@@ -18,7 +18,7 @@ import copy
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from time import perf_counter, sleep
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -27,8 +27,8 @@ import numpy as np
 
 from fompi.base.errors import FompiError, PeerError, in_words, of_signature
 from fompi.engine.communicator import Communicator
-from fompi.engine.control import ENDED, Channel, Ended
-from fompi.engine.engine import LATE_SECONDS
+from fompi.engine.control import ENDED, ORDINAL_BITS, Channel, Ended
+from fompi.engine.engine import LATE_SECONDS, Engine
 from fompi.engine.handshake import Agreement, agree
 from fompi.ops import messages
 
@@ -49,17 +49,20 @@ class Section:
     """Calls that belong together. Its kernels follow IEEE 754 without warnings or errors, as those of operations do.
 
     Several threads may be in a shared one. The sections inside of it are in no order, so they end together with it.
+    What else is inside of it is of the program, with its own error state. No agreement begins it: a communicator is in
+    it from the first call there on (`begin`). If it ends by an error before, the ranks of all communicators hear of it.
     If it is `told`, a rank that had done its part hears of an error in its next call. Else its strategy tells it.
     """
 
     def __init__(self, name: str, shared: bool = False, told: bool = True):
         self.name, self.shared, self._told = name, shared, told
         self.begun: dict[Channel, tuple[Communicator, int]] = {}  # with which call it began on each communicator
+        self.keys: dict[Channel, int] = {}  # by which the ranks know it there
         self.error: BaseException | None = None  # by which it has ended
         self._around: Section | None = None  # of this thread
         self._outside: list[Any] = []  # the sections around it on these communicators
         self._is_left = False  # True once this rank has done its part
-        self._quiet = np.errstate(all="ignore")
+        self._quiet: AbstractContextManager[None] = nullcontext() if shared else np.errstate(all="ignore")
 
     def __enter__(self) -> Section:
         self._around, _OPEN.section = _OPEN.section, self
@@ -79,11 +82,16 @@ class Section:
             with comm.engine.lock:
                 channel.section, channel.lost, channel.left = outside, None, self
         if error is not None:
-            (self._ends_with or self).end_by(error)
+            self.whole.end_by(error)
             for channel, (comm, _) in self.begun.items():
                 self._wait(comm, channel, LATE_SECONDS)
         else:
             self.look()
+
+    @property
+    def whole(self) -> Section:
+        """What ends with this section: a shared one around it, or else itself."""
+        return self._ends_with or self
 
     def begin(self, comm: Communicator, call: int | None = None) -> None:
         """All ranks of `comm` have begun it, and those around it, with the call of this number; None: the last call."""
@@ -94,22 +102,29 @@ class Section:
             return
         with comm.engine.lock:
             self.begun[channel] = comm, first
+            key = self.keys.setdefault(channel, (first << ORDINAL_BITS) + self.shared)
             self._outside.append(channel.section)
             channel.section = self
-            channel.ended = {at: known for at, known in channel.ended.items() if at >= first}
+            channel.ended = {at: known for at, known in channel.ended.items() if at >= key}
             self.look()
 
-    def first(self, channel: Channel) -> int:
-        """The number of the call with which it began there. -1: it did not."""
-        return self.begun[channel][1] if channel in self.begun else -1
+    def begin_shared(self, engine: Engine) -> None:
+        """All ranks that do the same work begin it. How many they have begun since the last call tells which one it is.
+
+        Nobody waits for anybody. Inside of another one nothing happens: it ends with that.
+        """
+        for channel in engine.channels if self._ends_with is None else ():
+            calls, count = channel.comm.calls, channel.shared[1] + 1 if channel.shared[0] == channel.comm.calls else 1
+            channel.shared = calls, count
+            self.keys[channel] = (calls + 1 << ORDINAL_BITS) + count
 
     # -- the end by an error
     def look(self) -> None:
         """If another rank has ended it by an error, so does this one: its wait ends, or else its next call."""
         if self.error is not None:
             return
-        for channel, (comm, first) in self.begun.items():
-            for known in [known for known in channel.ended.get(first, {}).values() if known.words]:
+        for channel, (comm, _) in self.begun.items():
+            for known in [known for known in channel.ended.get(self.keys[channel], {}).values() if known.words]:
                 if not self._is_left:
                     for other in self.begun:
                         other.lost = _error_of(known, comm)
@@ -144,8 +159,7 @@ class Section:
         """What this thread does belongs to the section, too."""
         outside, _OPEN.section = _OPEN.section, self
         try:
-            with np.errstate(all="ignore"):
-                yield
+            yield
         finally:
             _OPEN.section = outside
 
@@ -158,26 +172,30 @@ class Section:
         if self.error is not None:
             return
         self.error = without_frames(error)
-        for channel, (comm, first) in self.begun.items():
-            is_known = getattr(error, "raised_by_all", None) is channel and comm.calls == first
-            if comm.closed or channel.broken is not None or is_known:
+        for channel in self.begun if self.shared and not self._is_left else ():  # other threads wait there
+            channel.lost = channel.lost or PeerError(f"{self.name} was ended by {in_words(error)}", -1)
+        for channel, key in self.keys.items():
+            comm, first = channel.comm, self.begun[channel][1] if channel in self.begun else -1
+            is_known = getattr(error, "raised_by_all", None) is channel and comm.calls == first and not self.shared
+            if comm.size == 1 or comm.closed or channel.broken is not None or is_known:
                 continue
             words, origin = str(error), getattr(error, "world_origin", None)
             if origin is None:
-                words = f"rank {comm.rank} failed in {self.name} (call {first} of {comm.name}): {in_words(error)}"
+                where = f" (call {first} of {comm.name})" if first >= 0 else f", before its first call of {comm.name}"
+                words = f"rank {comm.rank} failed in {self.name}{where}: {in_words(error)}"
                 origin = comm.link.world_ranks[comm.rank]
             with comm.engine.lock:
                 for peer in range(comm.size):
                     if peer != comm.rank:
-                        ended = Ended(*comm.begun_with(peer), origin, words)
-                        channel.send(peer, ENDED, first, ended.encoded())
+                        calls, sent, received = comm.begun_with(peer)
+                        ended = Ended(calls, sent, received, origin, words)
+                        channel.send(peer, ENDED, key, ended.encoded())
                 channel.ending = self
                 self.settle(channel)
 
     def settle(self, channel: Channel) -> None:
         """Once the counts of all ranks are here: refuse what they have begun, without waiting for its end."""
-        comm, first = self.begun[channel]
-        known = channel.ended.get(first, {})
+        comm, known = channel.comm, channel.ended.get(self.keys[channel], {})
         if len(known) < comm.size - 1:
             return
         assert self.error is not None

@@ -11,14 +11,18 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from fompi.base.doors import DOORS
 from fompi.base.errors import ArgumentError, PeerError
-from fompi.engine.communicator import Communicator
+from fompi.engine.communicator import Communicator, engine_of_process
+from fompi.ops.operation import is_compiling
 from fompi.parallel.section import Section
 
 
@@ -60,17 +64,33 @@ class Alternation:
 
     def run(self) -> list[Any]:
         """The results of all functions."""
-        modes = DOORS.modes_of_torch() if "torch" in sys.modules else nullcontext
-        engine = Communicator.of(None).engine
+        engine = engine_of_process()
         engine.gate = engine.gate or _meet
+        self.section.begin_shared(engine)
+        modes, kernels = _modes(), engine.around.kernels
+
+        def run(number: int) -> Any:  # in a kernel, if this thread is in one
+            engine.around.kernels = kernels
+            return self._run(number, modes)
+
         if _HERE.threads is None:
             _HERE.threads = ThreadPoolExecutor(MOST - 1, "fompi.interleave")
         start, numbers = _HERE.threads.submit, range(1, len(self.functions))
-        others = [start(copy_context().run, self._run, number, modes) for number in numbers]
-        results = [self._run(0, nullcontext), *(other.result() for other in others)]
+        others = [start(copy_context().run, run, number) for number in numbers]
+        results = [self._run(0, nullcontext), *map(self._result, others)]
         if self.error is not None:
             raise self.error
         return results
+
+    def _result(self, function: Future[Any]) -> Any:
+        """The result of a function in another thread. An interrupt ends all functions first."""
+        while True:
+            try:
+                return function.result()
+            except BaseException as error:
+                if function.done():
+                    raise
+                self._fail(error)
 
     def _run(self, number: int, modes: Callable[[], Any]) -> Any:
         """The result of a function; None if it, or another one, raises an error."""
@@ -83,9 +103,7 @@ class Alternation:
                 self._look()
                 return self.functions[number]()
         except BaseException as error:
-            if self.error is None:
-                self.error = error
-                self.section.end_by(error)
+            self._fail(error)
             return None
         finally:
             _HERE.turns, _HERE.number = outside
@@ -101,7 +119,11 @@ class Alternation:
         following = self._after(number)
         if following != number:
             self._gates[following].release()
-            self._gates[number].acquire()
+            try:
+                self._gates[number].acquire()
+            except BaseException as error:  # an interrupt, while another function runs: that one ends first
+                self._fail(error)
+                self._gates[number].acquire()
             self._look()
 
     @contextmanager
@@ -109,12 +131,19 @@ class Alternation:
         """Inside, a function begins a call, whatever that needs."""
         self._await_turn(number)
         self._is_in_call[number] = True
-        yield
-        self._is_in_call[number] = False
-        self.calls[number] += 1
+        try:
+            yield
+        finally:
+            self._is_in_call[number] = False
+            self.calls[number] += 1
 
     def meet(self, number: int, comm: Communicator) -> None:
         """A call may begin on `comm`."""
+        if comm.channel.ending is not None:  # of another section
+            comm.channel.ending.before_call(comm)
+        self.section.begin(comm, comm.calls + 1)
+        if comm.channel.lost is not None:
+            raise comm.channel.lost
         if not self._is_in_call[number] and self._met[number] != (comm, comm.calls):
             self._await_turn(number)
             self._met[number] = comm, comm.calls
@@ -134,6 +163,12 @@ class Alternation:
         """The function whose turn comes next."""
         return self.running[(self.running.index(number) + 1) % len(self.running)]
 
+    def _fail(self, error: BaseException) -> None:
+        """All functions end by the first error, on all ranks. What waits in this moment has it, too."""
+        if self.error is None:
+            self.error = error
+            self.section.whole.end_by(error)
+
     def _look(self) -> None:
         if self.error is not None:
             raise _Ended(f"another function of fompi.interleave raised {type(self.error).__name__}", -1) from self.error
@@ -151,6 +186,23 @@ def give_way() -> None:
 def in_turn() -> AbstractContextManager[None]:
     """Inside, a call begins, on all ranks. It is the turn of this function of `interleave` to begin one."""
     return nullcontext() if _HERE.turns is None else _HERE.turns.call(_HERE.number)
+
+
+def _modes() -> Callable[[], AbstractContextManager[None]]:
+    """What makes a context with the modes of this thread, for another thread. `copy_context` has those of Python."""
+    doors = {"torch": DOORS.modes_of_torch, "jax": DOORS.modes_of_jax}
+    makers = [door() for framework, door in doors.items() if framework in sys.modules]
+    errors: dict[str, Any] = {**np.geterr(), "call": np.geterrcall()}  # before NumPy 2 a thread has its own
+    makers.append(partial(np.errstate, **errors))
+
+    @contextmanager
+    def same() -> Iterator[None]:
+        with ExitStack() as stack:
+            for make in makers:
+                stack.enter_context(make())
+            yield
+
+    return same
 
 
 def _meet(comm: Communicator) -> None:
@@ -172,12 +224,15 @@ def interleave(*functions: Callable[[], Any]) -> list[Any]:
     The functions run in turns, one at a time: each until a strategy of `fompi.parallel`, or a module of
     `fompi.torch.nn`, waits for messages. A call of an operation waits on its own: start it instead, then call
     `fompi.parallel.turns.give_way()`, then wait.
-    Function 0 runs in this thread, the others in threads of their own, with the modes of this one (`torch.no_grad`,
-    autocast). Not for functions that jax.jit or torch.compile read.
+    Function 0 runs in this thread, the others in threads of their own, with the modes of this one: of torch, JAX, NumPy
+    and `contextvars`. StateError names a mode that cannot be in two threads (torch.func, the transformations of JAX,
+    torch.profiler). Not for functions that torch.compile reads.
 
     Collective: all ranks pass functions that make the same calls. Two micro-batches at a time: DeepSeek-V3, section
     3.2.1 (2412.19437). If a function raises an error the others end too, on all ranks, and the error is raised.
     """
+    if "torch._dynamo" in sys.modules and is_compiling():
+        DOORS.prepare()  # hides `run_in_turns` from the compiler
     for f in functions:
         if not callable(f):
             raise ArgumentError(f"fompi.interleave: {f!r} is no function: pass lambda: ...")
@@ -185,5 +240,10 @@ def interleave(*functions: Callable[[], Any]) -> list[Any]:
         raise ArgumentError(f"fompi.interleave: {len(functions)} functions, but at most {MOST} run in turns")
     if len(functions) < 2:
         return [f() for f in functions]
+    return run_in_turns(functions)
+
+
+def run_in_turns(functions: tuple[Callable[[], Any], ...]) -> list[Any]:
+    """The results of several functions. torch.compile does not read this."""
     with Section("interleave", shared=True) as section:
         return Alternation(functions, section).run()

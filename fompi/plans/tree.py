@@ -12,9 +12,8 @@ and the sizes.
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeVar
 
@@ -32,7 +31,8 @@ def first_half(leaves: int) -> int:
 
 def middle_of(ends: Sequence[int], low: int, high: int) -> int:
     """Where the node of the terms from `low` to `high` is divided. Term i has the leaves ends[i] to ends[i + 1]."""
-    return bisect_left(ends, ends[low] + first_half(ends[high] - ends[low]), low, high)
+    middle = ends[low] + first_half(ends[high] - ends[low])
+    return low + sum([end < middle for end in ends[low:high]])  # torch.compile does not read bisect
 
 
 def folded(terms: Sequence[T], node: Callable[[T, T], T], sizes: Sequence[int] = ()) -> T:
@@ -79,13 +79,15 @@ class Canonical:
     """
 
     leaves: int
+    name: str = field(init=False, repr=False, compare=False)  # kept: torch.compile makes no text of an integer
 
     def __post_init__(self) -> None:
         if isinstance(self.leaves, bool) or not isinstance(self.leaves, int) or self.leaves < 1:
             raise PlanError(f"Canonical({self.leaves!r}): the number of leaves must be an integer > 0")
+        object.__setattr__(self, "name", f"canonical({self.leaves})")
 
     def __str__(self) -> str:
-        return f"canonical({self.leaves})"
+        return self.name
 
     @classmethod
     def of(cls, order: str) -> Canonical | None:

@@ -13,9 +13,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fompi.engine.communicator import Communicator
+from fompi.ops.arguments import SUMS
 from fompi.ops.messages import Transfer
 from fompi.ops.operation import Operation
 from fompi.ops.pending import Pending
+from fompi.parallel import turns
 from fompi.parallel.differentiable import Differentiable
 from fompi.runtime.executor import Executor
 from fompi.torch import private
@@ -29,20 +31,22 @@ from fompi.torch.operators import (
     as_sizes,
     filled,
     name_of,
+    name_order,
     wanted,
 )
 from fompi.torch.strategy_operators import GROUPED, of_call
 from fompi.tuning.adaptive import Adaptive
 
-HIDDEN = (
+HIDDEN: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (Operation, ("start",)),
     (Pending, ("done", "wait")),
     (Transfer, ("done", "wait")),
     (Communicator, ("agree", "barrier")),
     (Executor, ("__call__", "start", "wait")),
     (Adaptive, ("__call__", "start", "wait")),
+    (turns, ("run_in_turns",)),
 )
-"""The methods that communicate, and that a compiled function may call. torch.compile reads neither them nor what they
+"""What communicates, and a compiled function may call. torch.compile reads neither them nor what they
 call: a call is a graph break.
 """
 
@@ -178,7 +182,14 @@ def why_outside(
         if len(biases) > len(given["ws"]):
             return "wrong"
         given["biases"] = filled(given["ws"], biases)
-    for key in TENSORS:
+    name_order(given)
+    if not isinstance(given.get("order", "any"), str):
+        return "wrong"
+    if name in SUMS and isinstance(given["x"], (list, tuple)):
+        if len(given["x"]) == 0 or not given.get("order", "any").startswith("canonical("):
+            return "wrong"
+        given["leaves"], given["x"] = list(given["x"]), given["x"][0]
+    for key in (*TENSORS, "leaves"):
         tensors = given.get(key)
         for t in tensors if isinstance(tensors, list) else [tensors]:
             if t is not None and not isinstance(t, torch.Tensor):
@@ -197,6 +208,8 @@ def why_outside(
         return "wrong"
     if given.get("slices") is not None:
         given["slices"] = as_sizes(given["slices"])
+    if any([t.requires_grad for t in given.get("leaves") or []]):
+        return "wrong"
     return None
 
 

@@ -11,6 +11,7 @@ torch.compile reads it.
 | gradient                              | "sum": of the losses of all ranks; "replicated": of one loss that all have |
 | arriving                              | the rows from each rank; None: x has the same shape on all ranks      |
 | words                                 | whose backward it is, for the comparison of the ranks                 |
+| leaves                                | x as a list (`fompi.Canonical`), without a gradient; x is then its first |
 
 All is derived: the schema from the signature of the operation and PARAMETERS, the results from its Arguments, the
 backward from `fompi.ops.adjoints`. The compiler must know the shape of a result before the ranks meet. So the ranks
@@ -40,6 +41,7 @@ from fompi.ops.arguments import Arguments
 from fompi.ops.operation import CallOptions, Operation
 from fompi.plans.meaning import MEANING
 from fompi.plans.rows import Rows, rows_alike
+from fompi.plans.tree import Canonical
 from fompi.torch import private
 from fompi.torch.autograd import conjugate
 from fompi.torch.groups import communicator
@@ -100,7 +102,8 @@ PARAMETERS: dict[str, tuple[str, Callable[[Arguments], Any]]] = {
 }
 """The parameters of all operations: in the schema of an operator, and their value in Arguments."""
 
-COMMON = 'str comm="", str gradient="sum", SymInt[]? arriving=None, str words=""'
+COMMON = 'str comm="", str gradient="sum", SymInt[]? arriving=None, str words="", Tensor[]? leaves=None'
+OF_OPERATORS = ("comm", "gradient", "arriving", "words", "leaves")
 WIRE = "str? wire=None"
 PLANNED = f'str schedule="auto", int[]? slices=None, str effort="plan", {WIRE}, str order="any"'
 """The parameters that all operators have, and those of operations that have a plan."""
@@ -129,6 +132,12 @@ def wanted(given: Mapping[str, Any], gradient: str) -> str:
     return f"for the gradient of {' and '.join(names)} ({gradient})" if names else ""
 
 
+def name_order(given: dict[str, Any]) -> None:
+    """Let `order` be its name: an operator takes no objects. torch.compile reads this."""
+    if isinstance(order := given.get("order"), Canonical):
+        given["order"] = order.name
+
+
 def joined(*words: str) -> str:
     """The words that are not empty."""
     return " ".join(filter(None, words))
@@ -142,6 +151,7 @@ class OperatorCall(NamedTuple):
     call_options: CallOptions
     gradient: str
     arriving: Any
+    leaves: Any
 
 
 OF_LAYER = "of parallel layer"
@@ -188,14 +198,14 @@ class Operator:
     def _given(self, values: Sequence[Any]) -> OperatorCall:
         """The call with these values of all parameters."""
         options = dict(zip(self.names, values, strict=True))
-        comm, gradient, arriving, words = (options.pop(name) for name in ("comm", "gradient", "arriving", "words"))
+        comm, gradient, arriving, words, leaves = (options.pop(name) for name in OF_OPERATORS)
         own = {name: options.pop(name) for name in self.own}
         arguments = self.operation._arguments(**own)
         arguments.words = words
         if options.get("slices"):
             slices = tuple(options["slices"])
             options["slices"] = len(slices) if slices == (1,) * len(slices) else slices
-        return OperatorCall(arguments, named(comm), CallOptions(**options), gradient, arriving)
+        return OperatorCall(arguments, named(comm), CallOptions(**options), gradient, arriving, leaves)
 
     def __call__(self, arguments: Arguments, comm: Any, call_options: CallOptions, **options: Any) -> Any:
         """Call the operator with these Arguments."""
@@ -243,7 +253,7 @@ class Operator:
         """The operation itself, on tensors."""
         given = self._given(self._filled(values, named))
         a, comm = given.arguments, given.comm
-        wrong = self._expect(given)
+        wrong, a.x = self._expect(given), given.leaves or a.x
         if wrong is not None:
             self.operation.refuse(wrong, comm)
         with torch.no_grad():

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from functools import wraps
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial, wraps
 from importlib.util import find_spec
 from inspect import signature
 from typing import Any, TypeVar, cast
@@ -461,3 +463,99 @@ def at_end_of_backward(call: Callable[[], Any]) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(call)
     except RuntimeError:  # torch's pipelines reduce gradients outside of a backward
         call()
+
+
+# -------------------------------------------------------------------------------------------------- modes of a thread
+
+_THREAD_LOCALS = (
+    ("torch", "_GLOBAL_DEVICE_CONTEXT"),
+    ("torch.serialization", "_serialization_tls"),
+    ("torch.distributed.device_mesh", "_mesh_resources"),
+    ("torch._subclasses.fake_tensor", "fake_tensor_tls"),
+    ("torch._guards", "_TLS"),
+)
+"""What torch keeps in Python for each thread: the module, if it is loaded, and the name."""
+
+_STACK = ("_len_torch_{}_stack", "_get_{}_stack_at", "_push_on_torch_{}_stack", "_pop_torch_{}_stack")
+
+
+def modes() -> Callable[[], AbstractContextManager[None]]:
+    """What makes a context with the modes of this thread, for another thread.
+
+    Raises StateError for a mode that torch keeps in one thread.
+    """
+    here, autograd = torch._C, torch._C._autograd
+    of_one_thread = {
+        "torch.func (vmap, grad, jvp)": here._functorch.peek_interpreter_stack() is not None,
+        "torch.jit.trace": here._get_tracing_state() is not None,
+        "torch.profiler, without _ExperimentalConfig(profile_all_threads=True),": autograd._profiler_enabled(),
+    }
+    for name in [name for name, is_on in of_one_thread.items() if is_on]:
+        raise StateError(f"fompi.interleave runs functions in threads of their own, but {name} is for one thread only")
+    is_inference, switches = torch.is_inference_mode_enabled(), [(read, write, read()) for read, write in _switches()]
+    stacks = [[getattr(here, each.format(kind)) for each in _STACK] for kind in ("function", "dispatch")]
+    stacks[1][3] = partial(stacks[1][3], None)
+    held = [[read(i) for i in range(count())] for count, read, _, _ in stacks]
+    hooks = autograd._top_saved_tensors_default_hooks(False)
+    no_hooks = autograd._saved_tensors_hooks_get_disabled_error_message()
+    keys = here._dispatch_tls_local_include_set(), here._dispatch_tls_local_exclude_set()
+    found = [getattr(sys.modules.get(module), name, None) for module, name in _THREAD_LOCALS]
+    own = [(each, dict(vars(each))) for each in found if isinstance(each, threading.local)]
+
+    @contextmanager
+    def same() -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(is_inference))
+            for read, write, value in switches:
+                if (outside := read()) != value:
+                    stack.callback(write, outside)
+                    write(value)
+            for each, values in own:
+                stack.callback(_set_all, each, dict(vars(each)))
+                _set_all(each, values)
+            for (count, _, push, pop), wanted in zip(stacks, held, strict=True):
+                stack.callback(_fill, count, push, pop, [])
+                _fill(count, push, pop, wanted)
+            if hooks is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
+            if no_hooks is not None:
+                stack.callback(autograd._saved_tensors_hooks_enable)
+                autograd._saved_tensors_hooks_disable(no_hooks, *[False] * (hooks is not None))
+            stack.enter_context(here._ForceDispatchKeyGuard(*keys))
+            yield
+
+    return same
+
+
+def _switches() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """What reads and what writes each value that a thread of torch has for itself."""
+    here, found = torch._C, list[tuple[Callable[[], Any], Callable[[Any], Any]]]()
+    found.append((torch.is_grad_enabled, here._set_grad_enabled))
+    found.append((torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled))
+    found.append((torch.get_num_threads, torch.set_num_threads))
+    found.append((lambda: not sys.float_info.min / 2, torch.set_flush_denormal))  # a register of the core
+    for name in ("fwd_grad", "multithreading", "view_replay"):
+        found.append((getattr(here, f"_is_{name}_enabled"), getattr(here, f"_set_{name}_enabled")))
+    if hasattr(here, "_get_torch_function_state"):
+        found.append((here._get_torch_function_state, here._set_torch_function_state))
+    for device in getattr(here, "_autocast_supported_devices", lambda: ("cpu", "cuda"))():
+        found.append((partial(torch.is_autocast_enabled, device), partial(torch.set_autocast_enabled, device)))
+        found.append((partial(torch.get_autocast_dtype, device), partial(torch.set_autocast_dtype, device)))
+    if torch.cuda.is_initialized():
+        for number in range(torch.cuda.device_count()):
+            found.append((partial(torch.cuda.current_stream, number), torch.cuda.set_stream))
+        found.append((torch.cuda.current_device, torch.cuda.set_device))  # last: a stream chooses its device
+    return found
+
+
+def _fill(count: Callable[[], int], push: Callable[[Any], Any], pop: Callable[[], Any], wanted: list[Any]) -> None:
+    while count():
+        pop()
+    for mode in wanted:
+        push(mode)
+
+
+def _set_all(own: Any, values: dict[str, Any]) -> None:
+    """Give an object of `threading.local` the values of another thread. Lists grow and shrink in each thread alone."""
+    vars(own).clear()
+    vars(own).update({name: list(value) if type(value) is list else value for name, value in values.items()})

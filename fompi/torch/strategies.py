@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -34,21 +32,3 @@ class _StrategyNode(torch.autograd.Function):
             raise TensorError(f"{ctx.f} has no second derivative: leave out create_graph=True")
         _ = ctx.saved_tensors  # raises if a tensor was changed in place since the forward
         return None, None, *flatten(ctx.f.backward(ctx.saved, dys[0] if len(dys) == 1 else dys))
-
-
-def modes() -> Callable[[], Any]:
-    """What makes a context with the modes of this thread: the grad mode, the inference mode, autocast."""
-    has_gradients, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    casts = [(d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
-
-    @contextmanager
-    def same() -> Iterator[None]:
-        with ExitStack() as stack:
-            if is_inference:
-                stack.enter_context(torch.inference_mode())
-            stack.enter_context(torch.set_grad_enabled(has_gradients))
-            for device, dtype in casts:
-                stack.enter_context(torch.autocast(device, dtype))
-            yield
-
-    return same

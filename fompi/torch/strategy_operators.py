@@ -29,7 +29,7 @@ from fompi.parallel.differentiable import Differentiable
 from fompi.parallel.section import Section
 from fompi.plans.meaning import MEANING
 from fompi.torch import private
-from fompi.torch.operators import name_of, named
+from fompi.torch.operators import name_of, name_order, named
 
 MOST_KEPT = 256
 """So many forwards of one call may wait for their backward. Of more than that the oldest are forgotten."""
@@ -333,6 +333,7 @@ def of_call(f: Differentiable, args: Sequence[Any], options: dict[str, Any]) -> 
         return None, "wrong"
     if given.pop("out", None) is not None or given.pop("certify", False):
         return None, "wrong"
+    name_order(given)
     counts, tensors = taken(name, given)
     if any([not isinstance(t, torch.Tensor) for t in tensors]):
         return None, "tensor"

@@ -541,3 +541,53 @@ world.barrier()
     )
     assert not ended.finished.timed_out and not ended.finished.left_behind and ended.finished.returncode, ended.output
     assert "ValueError: first" in ended.output and ended.seconds < 10
+
+
+def test_interleave_on_a_part_of_the_ranks_waits_for_no_other_rank(mpirun):
+    """The program has made no communicator of all ranks, and the last rank does nothing."""
+    code = """
+import numpy as np, fompi
+from fompi.parallel.pipeline import Pipeline
+from mpi4py import MPI
+mine = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1)
+class Stage:
+    def forward(self, x): return x, None
+    def backward(self, saved, dy): return dy
+if MPI.COMM_WORLD.rank < MPI.COMM_WORLD.size - 1:
+    x, how = [np.ones(3, np.float32)] * 6, dict(microbatches=6, activations=(3,), schedule="eager-1f1b")
+    with fompi.Communicator(mine) as comm:
+        assert fompi.interleave(lambda: fompi.all_reduce(np.ones(1), comm=comm)[0], lambda: 2) == [comm.size, 2]
+        with Pipeline([Stage()], comm=comm, loss=lambda y, t: (0.0, y), overlap_f_b=True, **how) as pipe:
+            pipe.step(x, x)
+print("done")
+"""
+    finished = mpirun(3, "-c", code, seconds=40)
+    assert finished.returncode == 0 and finished.stdout.count("done") == 3, finished.stderr
+
+
+def test_an_interrupt_ends_the_functions_of_interleave_on_all_ranks(mpirun):
+    """It comes while function 0 waits for its turn, and function 1 waits for the other rank."""
+    code = """
+import os, signal, threading, time
+import numpy as np, fompi
+from fompi.parallel.turns import give_way
+comm = fompi.Communicator()
+if comm.rank == 0:
+    threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+def second():
+    if comm.rank == 1:
+        time.sleep(3)
+    fompi.all_reduce(np.ones(3), comm=comm)
+begun = time.perf_counter()
+try:
+    fompi.interleave(give_way, second)
+    comm.barrier()
+except KeyboardInterrupt:
+    assert comm.rank == 0 and time.perf_counter() - begun < 2.8
+except fompi.PeerError as error:
+    assert comm.rank == 1 and "KeyboardInterrupt" in str(error), error
+assert fompi.all_reduce(np.ones(3), comm=comm)[0] == 2
+print("done")
+"""
+    finished = mpirun(2, "-c", code, seconds=40)
+    assert finished.returncode == 0 and finished.stdout.count("done") == 2, finished.stderr

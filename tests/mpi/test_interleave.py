@@ -1,17 +1,28 @@
 """`fompi.interleave`: functions in turns have the results of one after the other, and run where they may."""
 
+import functools
+import itertools
+import sys
 import threading
+import time
+from contextvars import ContextVar
+from decimal import getcontext, localcontext
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from mpi4py import MPI
 from strategies import drawn, runs, same_bits
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fompi
 from fompi.base.layout import split
 from fompi.parallel.expert import moe
 from fompi.parallel.orders import parts
-from fompi.parallel.pipeline import order
+from fompi.parallel.pipeline import Pipeline, order
 from fompi.parallel.tensor import column_parallel_linear, row_parallel_linear
 from fompi.parallel.turns import MOST, give_way
 from fompi.torch import nn
@@ -97,16 +108,201 @@ def test_wrong_functions():
         fompi.interleave(*[lambda: 1] * (MOST + 1))
 
 
-def test_the_modes_of_torch_hold_in_all_functions(world):
-    def seen():
-        give_way()
-        return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, f, types, args=(), kwargs=None):
+        SEEN.append("function")
+        return f(*args, **(kwargs or {}))
 
-    assert fompi.interleave(seen, seen) == [(True, False, False)] * 2
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert fompi.interleave(seen, seen) == [(False, False, True)] * 2
-    with torch.inference_mode():
-        assert fompi.interleave(seen, seen) == [(False, True, False)] * 2
+
+class Dispatched(TorchDispatchMode):
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        SEEN.append("dispatch")
+        return f(*args, **(kwargs or {}))
+
+
+SEEN, CHOSEN = [], ContextVar("chosen", default=0)
+
+
+def modes():
+    """What a function sees of the modes of its caller."""
+    give_way()
+    SEEN.clear()
+    x = torch.ones(2, requires_grad=True)
+    y = x * x
+    autograd, here = torch._C._autograd, torch._C
+    return (
+        *(str(y.device), str(torch.get_default_device()), y.requires_grad, torch.is_inference_mode_enabled(), [*SEEN]),
+        [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")],
+        *(torch.is_autocast_cache_enabled(), torch.is_anomaly_enabled(), torch.get_num_threads(), MIN / 2),
+        *(here._is_fwd_grad_enabled(), here._is_multithreading_enabled(), here._is_torch_function_enabled()),
+        autograd._saved_tensors_hooks_get_disabled_error_message(),
+        *(str(here._dispatch_tls_local_exclude_set()), str(here._dispatch_tls_local_include_set())),
+        *(np.geterr(), np.geterrcall(), np.get_printoptions()["precision"], getcontext().prec, CHOSEN.get()),
+        *(jax.config.jax_enable_x64, jnp.ones(1).dtype.name, jax.config.jax_default_matmul_precision),
+    )
+
+
+def in_turns_are_alike():
+    alone = modes()
+    got = fompi.interleave(modes, modes, lambda: fompi.interleave(modes, modes)[1])
+    assert got == [alone] * 3
+    return alone
+
+
+MIN, AUTOGRAD = sys.float_info.min, torch.autograd.graph
+MODES = {
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.float16, cache_enabled=False),
+    "device": lambda: torch.device("meta"),
+    "saved tensors": lambda: AUTOGRAD.saved_tensors_hooks(lambda t: SEEN.append("saved") or t, lambda t: t),
+    "no saved tensors": lambda: AUTOGRAD.disable_saved_tensors_hooks("none here"),
+    "functions": Functions,
+    "dispatched": Dispatched,
+    "no functions": torch._C.DisableTorchFunction,
+    "below autograd": torch._C._AutoDispatchBelowAutograd,
+    "threads of autograd": lambda: torch.autograd.grad_mode.set_multithreading_enabled(False),
+    "error state": lambda: np.errstate(all="call", call=print),
+    "digits": lambda: np.printoptions(precision=3),
+    "decimals": lambda: localcontext(prec=5),
+    "x64": lambda: jax.experimental.enable_x64() if not hasattr(jax, "enable_x64") else jax.enable_x64(True),
+    "products of JAX": lambda: jax.default_matmul_precision("highest"),
+}
+
+
+def test_the_modes_of_the_caller_hold_in_all_functions(world):
+    none = in_turns_are_alike()
+    for name, mode in MODES.items():
+        with mode():
+            assert in_turns_are_alike() != none, name
+    with torch.device("meta"), Dispatched(), Functions(), torch.no_grad(), np.errstate(over="raise"):
+        assert in_turns_are_alike() != none
+    for setting, value in ((torch.set_num_threads, torch.get_num_threads() + 1), (torch.set_default_device, "meta")):
+        before = torch.get_num_threads() if isinstance(value, int) else None
+        setting(value)
+        assert in_turns_are_alike() != none
+        setting(before)
+    CHOSEN.set(7)
+    assert in_turns_are_alike() != none
+    CHOSEN.set(0)
+    assert in_turns_are_alike() == none
+
+
+def test_what_a_function_leaves_behind_in_its_thread_is_not_in_the_next_one(world):
+    none = in_turns_are_alike()
+    fompi.interleave(int, lambda: (torch.set_default_device("meta"), torch.set_grad_enabled(False)))
+    assert in_turns_are_alike() == none
+
+
+def test_modes_of_one_thread_are_refused_by_name(world):
+    def both(x):
+        return fompi.interleave(lambda: x + 1, lambda: x * 2)[0].sum()
+
+    refused = (
+        ("torch.func", lambda: torch.func.grad(both)(torch.ones(3))),
+        ("torch.func", lambda: torch.func.vmap(both)(torch.ones(3, 2))),
+        ("torch.jit.trace", lambda: torch.jit.trace(both, torch.ones(3))),
+        ("JAX traces", lambda: jax.jit(both)(jnp.ones(3))),
+        ("JAX traces", lambda: jax.grad(both)(jnp.ones(3))),
+    )
+    for name, call in refused:
+        with pytest.raises(fompi.StateError, match=name):
+            call()
+    with torch.profiler.profile(), pytest.raises(fompi.StateError, match=r"torch\.profiler, without .*all_threads"):
+        both(torch.ones(3))
+    compiled = torch.compile(lambda x: both(x) + 1, backend="aot_eager")  # the functions are a graph break
+    assert float(compiled(torch.ones(3))) == 7
+
+
+def test_stages_of_a_pipeline_have_the_modes_of_the_step(world):
+    seen = []
+
+    class Stage:
+        def forward(self, x):
+            seen.append((np.geterr(), CHOSEN.get()))
+            return x, None
+
+        def backward(self, saved, dy):
+            seen.append((np.geterr(), CHOSEN.get()))
+            return dy
+
+    how = {"microbatches": 6, "activations": (3,), "schedule": "eager-1f1b", "comm": world}
+    x = [np.ones(3, np.float32)] * 6
+    for overlap_f_b in (False, True):
+        with Pipeline([Stage()], loss=lambda y, t: (0.0, y), overlap_f_b=overlap_f_b, **how) as pipe:
+            CHOSEN.set(3)
+            with np.errstate(over="raise", under="warn"):
+                expected = np.geterr(), 3
+                pipe.step(x, x)
+            CHOSEN.set(0)
+    assert seen == [expected] * 24
+
+
+class Injected(Exception):
+    pass
+
+
+def ends_alike(world, comm, failing, kind, call):
+    """`call` ends soon on all ranks by the error of one of them, there or in the next call. Then all is in step."""
+    begun, error = time.perf_counter(), None
+    try:
+        call()
+        world.barrier()  # a rank that has done its part hears of it here
+    except (kind, fompi.FompiError) as raised:
+        error = raised
+    where = failing, kind, error
+    if world.rank == failing:
+        assert type(error) is kind, where
+    else:
+        assert isinstance(error, fompi.PeerError) and f"{kind.__name__}: here" in str(error), where
+    comm.barrier()
+    assert time.perf_counter() - begun < 5, where
+    for k in range(2):
+        assert float(fompi.all_reduce(np.full(3, k), comm=world)[0]) == k * world.size, where
+
+
+def failing_calls(at, fails, kind, *comms):
+    """Operations on these communicators, and an error before number `at` of them."""
+    for k in range(4):
+        if fails and k == at:
+            raise kind("here")
+        if k < 3:
+            fompi.all_reduce(np.full(3, k), comm=comms[k % len(comms)])
+            pending = fompi.all_gather.start(np.full((2, 3), k), comm=comms[-1])
+            give_way()
+            pending.wait()
+
+
+@pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="there is no other rank")
+def test_an_error_of_a_function_ends_all_functions_on_all_ranks(world, comm):
+    """Before the first call, between calls and after the last one; of any kind, in any function, on any rank."""
+    with world.split(0, name="other") as other:
+        cases = [*itertools.product(range(4), range(3), [Injected]), (1, 0, KeyboardInterrupt), (2, 1, SystemExit)]
+        for at, place, kind in cases:
+            failing, f = (at + place) % world.size, functools.partial(failing_calls, at)
+            one, two, three = (world.rank == failing and place == number for number in range(3))
+            functions = (
+                functools.partial(f, one, kind, world, other),
+                functools.partial(f, two, kind, world),
+                lambda f=f, three=three, kind=kind: fompi.interleave(
+                    lambda: f(False, kind, world), lambda: f(three, kind, world)
+                ),
+            )
+            ends_alike(world, comm, failing, kind, functools.partial(fompi.interleave, *functions))
+            assert float(fompi.all_reduce(np.ones(1), comm=other)[0]) == world.size
+
+
+@pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="there is no other rank")
+def test_an_error_before_the_first_call_is_not_one_of_a_later_interleave(world, comm):
+    """The functions of the second one are the first to use the other communicator."""
+    with world.split(0, name="other") as other:
+
+        def local():
+            if world.rank == 0:
+                raise Injected("here")
+
+        ends_alike(world, comm, 0, Injected, lambda: fompi.interleave(local, lambda: world.barrier()))
+        assert fompi.interleave(lambda: other.barrier(), lambda: other.barrier()) == [None, None]
 
 
 def model(comm, seed):

@@ -95,6 +95,31 @@ def test_strategies_equal_those_without_the_compiler(tp):
     assert not any(KEPT._saved.values())
 
 
+@pytest.mark.timeout(110)
+def test_orders_of_sums_are_those_without_the_compiler(tp):
+    """Bit by bit, for two numbers of leaves: an operation, a list of leaves, a strategy and a module."""
+    size = tp.size
+    torch.manual_seed(0)
+    given = {"x": drawn(0, 2, 24).float(), "w": drawn(1, 24, 5).float(), "rows": drawn(2, 24, 8).float()}
+    for order in (fompi.Canonical(4 * size), fompi.Canonical(6 * size)):
+        norm, count = nn.RMSNorm(8, order=order, comm=tp, dtype=torch.float32), order.leaves // size
+
+        def program(t, order=order, norm=norm, count=count):
+            found = [
+                fompi.all_reduce([t["rows"].detach() * k for k in range(count)], order=order, comm=tp),
+                fompi.matmul_all_reduce(t["x"], t["w"], order=order, comm=tp),
+                tensor.row_parallel_linear(t["x"], t["w"], order=order, comm=tp, sequence_parallel=False),
+                norm(t["rows"]),
+            ]
+            return [torch.tanh(y) for y in found]
+
+        found = []
+        for f in (program, compiled(program)):
+            norm.zero_grad()
+            found.append([*run(f, given), norm.weight.grad])
+        assert all(map(torch.equal, *found)), order
+
+
 def test_usp(tp):
     q, k, v = (tensors(tp)[name] for name in "qkv")
     with fompi.Mesh(tp, ring=1, ulysses=tp.size) as mesh:
@@ -162,6 +187,7 @@ def test_rows_that_differ(tp):
 def test_rows_that_go_to_experts(tp):
     """The counts are those of the program, or numbers that it computes."""
     size = tp.size
+    torch.manual_seed(0)
     counts = [[(tp.rank + i + e) % 3 for e in range(2)] for i in range(size)]
     w, v = drawn(tp.rank, 2, 4, 3), drawn(tp.rank + 9, 2, 3, 4)
     x = drawn(tp.rank, sum(map(sum, counts)), 4)
