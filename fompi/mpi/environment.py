@@ -14,10 +14,9 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
-from fompi.base.errors import LaunchError
+from fompi.base.errors import LaunchError, meant
 
 PREFIX = "FOMPI_"
 
@@ -151,5 +150,5 @@ def warn_of_unknown() -> None:
 
 def _advice(name: str) -> str:
     endings = [known.removeprefix(PREFIX) for known in VARIABLES]
-    close = get_close_matches(name.upper().removeprefix(PREFIX), endings, n=1)
-    return f"{PREFIX}{close[0]} is one" if close else f"there are {', '.join(VARIABLES)}"
+    near = meant(name.upper().removeprefix(PREFIX), endings, PREFIX + "{} is one")
+    return near or f"there are {', '.join(VARIABLES)}"

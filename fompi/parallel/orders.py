@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fompi.base.errors import PlanError
+from fompi.base.errors import PlanError, quoted
 from fompi.base.layout import integer
 from fompi.model.pipeline import SCHEDULES as SCHEDULES
 from fompi.model.pipeline import has_chunks, placement_of, rank_of, stages_of
@@ -291,7 +291,9 @@ def _own(schedule: object) -> Orders:
             except OSError as error:
                 raise PlanError(f"the order {schedule!r} cannot be read: {error}") from error
         elif not _ACTION.search(schedule):
-            raise PlanError(f"unknown schedule {schedule!r}; known: {', '.join(SCHEDULES)}, or an order of your own")
+            raise PlanError(
+                f"unknown schedule {quoted(schedule, SCHEDULES)}; known: {', '.join(SCHEDULES)}, or an own order"
+            )
         schedule = [line.split(",") for line in schedule.strip().splitlines()]
     listed: list[Any] = [*schedule] if isinstance(schedule, Iterable) else [None]
     if any(isinstance(actions, str) or not isinstance(actions, Iterable) for actions in listed):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import init
 
-from fompi.base.errors import DtypeError, LayoutError, PlanError, ShapeError, TensorError
+from fompi.base.errors import DtypeError, LayoutError, PlanError, ShapeError, TensorError, quoted
 from fompi.base.layout import integer, offsets
 from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
@@ -158,6 +158,6 @@ def is_positive(n: Any) -> bool:
 
 def check_activation(activation: str, features: int | None = None) -> None:
     if activation not in ACTIVATIONS:
-        raise PlanError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
+        raise PlanError(f"activation={quoted(activation, ACTIVATIONS)} must be one of {', '.join(ACTIVATIONS)}")
     if features is not None and activation == "swiglu" and features % 2:
         raise ShapeError(f"swiglu halves the features: out_features={features} is odd")
