@@ -6,6 +6,7 @@ Each exception is a `FompiError` and also the closest builtin exception, so that
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -33,6 +34,11 @@ def meant(name: object, known: Iterable[str], form: str = " (did you mean {}?)")
 def quoted(name: object, known: Iterable[str]) -> str:
     """A name that is unknown, for an error, and the known one that was meant."""
     return f"{name!r}{meant(name, known)}"
+
+
+def warn(sentence: str, category: type[Warning] = UserWarning) -> None:
+    """A warning without a line of source code: what it says is not mended there."""
+    warnings.warn_explicit(sentence, category, "<fompi>", 0, "fompi")
 
 
 def of_signature(name: str, error: TypeError) -> TypeError:

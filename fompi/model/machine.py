@@ -376,6 +376,8 @@ class Machine:
         path = Path(name)
         try:
             text = file_checks.read(path) if path.is_file() else None
+        except LayoutError as error:
+            raise LayoutError(f"{path}: {error}") from None
         except OSError as error:
             raise LayoutError(f"the machine {str(name)!r} cannot be read: {error.strerror}") from None
         if text is None:

@@ -10,13 +10,12 @@ docs/reference/environment.md lists the same variables.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fompi.base.errors import LaunchError, meant
+from fompi.base.errors import LaunchError, meant, warn
 
 PREFIX = "FOMPI_"
 
@@ -34,7 +33,8 @@ class Variable:
         """The error if the variable does not take this value, else None."""
         if not text or self.is_taken(text):
             return None
-        return LaunchError(f"{self.name}={text}: give {self.takes}")
+        near = meant(text, self.takes.removeprefix("one of ").split(", "))
+        return LaunchError(f"{self.name}={text}: give {self.takes}{near}")
 
 
 def _one_of(name: str, default: str, *choices: str) -> Variable:
@@ -145,7 +145,7 @@ def sentences() -> list[str]:
 def warn_of_unknown() -> None:
     """Issue a UserWarning for each sentence of `unknown`."""
     for sentence in unknown():
-        warnings.warn(sentence, UserWarning, stacklevel=2)
+        warn(sentence)
 
 
 def _advice(name: str) -> str:

@@ -73,7 +73,8 @@ def test_the_program_reads_no_other_variable():
 def test_a_bad_value_is_refused(name):
     for text in BAD[name]:
         error = refusal({name: text})
-        assert isinstance(error, LaunchError) and str(error) == f"{name}={text}: give {VARIABLES[name].takes}"
+        assert isinstance(error, LaunchError)
+        assert str(error).startswith(f"{name}={text}: give {VARIABLES[name].takes}")
         assert value(name, {name: text}) == VARIABLES[name].default, (
             "all ranks get the error, so nothing is raised here"
         )
