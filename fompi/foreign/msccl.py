@@ -20,7 +20,6 @@ from __future__ import annotations
 import xml.etree.ElementTree as ElementTree
 from reprlib import repr as shown
 
-from fompi.base.errors import quoted
 from fompi.foreign.algorithm import Algorithm, Connection, Kind, Region, ScheduleError, Step, Thread
 
 KINDS = {
@@ -104,7 +103,7 @@ def _step(rank: int, thread: int, at: int, step: ElementTree.Element, shift: Shi
     if number != at:
         raise ScheduleError(f"{here}: step {at} has the number {number}")
     if name not in KINDS:
-        raise ScheduleError(f"{here}, step {at}: the type {quoted(name, KINDS)} is none of {', '.join(KINDS)}")
+        raise ScheduleError(f"{here}, step {at}: the type {shown(name)} is none of {', '.join(KINDS)}")
     kind, count = KINDS[name], _number(step, "cnt", 0, 1)
     source = _place(step, "src", count, shift)
     dest = _place(step, "dst", count, shift)

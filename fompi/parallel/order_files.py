@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from reprlib import repr as shown
 from typing import NamedTuple
 
@@ -100,10 +101,12 @@ def _cells(rank: int, line: str) -> Iterator[Cell]:
         if found is not None:
             yield Beside(int(found[1]), found[2], int(found[3] or -1))
         elif text:
-            try:
-                yield from read_actions(rank, [text])
-            except PlanError:
-                raise PlanError(f"line {rank + 1}, cell {number + 1}: {shown(text)} is not known") from None
+            steps = list[Step]()
+            with suppress(PlanError):
+                steps = [*read_actions(rank, [text])]
+            if not steps:
+                raise PlanError(f"line {rank + 1}, cell {number + 1}: {shown(text)} is not known")
+            yield from steps
 
 
 class Value(NamedTuple):

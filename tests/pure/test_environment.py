@@ -112,8 +112,9 @@ def test_a_misspelt_name(name, advice):
 
 def test_the_warning(monkeypatch):
     monkeypatch.setenv("FOMPI_TIMOUT", "3")
-    with pytest.warns(UserWarning, match="FOMPI_TIMOUT is no variable of fompi"):
+    with pytest.warns(UserWarning, match="FOMPI_TIMOUT is no variable of fompi") as found:
         environment.warn_of_unknown()
+    assert (found[0].filename, found[0].lineno) == ("<fompi>", 0)  # no line of source is printed
     monkeypatch.delenv("FOMPI_TIMOUT")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
