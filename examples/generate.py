@@ -11,7 +11,10 @@ A new token sums one row. The prompt is cut in two halves: the sum of one runs b
 
 import argparse
 import json
+import math
 import mmap
+import re
+import sys
 import time
 from itertools import accumulate
 from pathlib import Path
@@ -20,6 +23,103 @@ import torch
 import torch.nn.functional as F
 
 import fompi
+
+FAMILIES = {"llama": {}, "mistral": {"sliding_window": 4096}, "qwen2": {}, "qwen3": {"head_dim": 128}}
+"""By model_type what holds where config.json does not say it."""
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+READ = {
+    *SIZES, "model_type", "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act", "rope_theta", "rope_scaling",
+    "rope_parameters", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "attention_bias",
+    "mlp_bias", "tie_word_embeddings",
+}  # fmt: skip
+"""The keys of config.json that are read."""
+
+NO_EFFECT = re.compile(
+    r"_.*|.*_token_id|.*dropout|.*pdrop|architectures|auto_map|(torch_)?dtype|id2label|initializer_range|label2id|"
+    r"is_(decoder|encoder_decoder|llama_config)|max_(position_embeddings|sequence_length|length)|model_max_length|"
+    r"name_or_path|output_.*|pretraining_tp|return_dict|tokenizer_class|torchscript|transformers.*|unsloth.*|use_cache"
+)
+"""Those that change no token. The rest are refused, unless they are off (None, False, 0, empty) or a factor of 1."""
+
+
+class Refused(Exception):
+    """What is said in one line."""
+
+
+def config_of(path):
+    """What config.json says. Raises Refused for a key that may change the tokens and is not read."""
+    config = json.loads(path.read_bytes())
+    kind = config["model_type"]
+    if kind not in FAMILIES:
+        raise Refused(f"model_type={kind!r} is none of {', '.join(FAMILIES)}")
+    for key, value in config.items():
+        is_factor = value == 1 and value is not True
+        if value and not is_factor and key not in READ and not NO_EFFECT.fullmatch(key):
+            raise Refused(f"{key}={value!r} is not known here, and may change the tokens")
+    config = FAMILIES[kind] | config
+    heads = config["num_attention_heads"]
+    kv_heads = (config.get("num_key_value_heads") or heads) if kind == "llama" else config["num_key_value_heads"]
+    config["num_key_value_heads"] = kv_heads
+    config["head_dim"] = head = config.get("head_dim") or config["hidden_size"] // heads
+    for key in (*SIZES, "num_key_value_heads", "head_dim"):
+        if type(config[key]) is not int or config[key] < 1:
+            raise Refused(f"{key}={config[key]!r} must be an integer >= 1")
+    if heads % kv_heads or head % 2:
+        raise Refused("num_key_value_heads must divide num_attention_heads, and head_dim must be even")
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise Refused(f"hidden_act={config['hidden_act']!r} is not known here: it must be silu")
+    config["turns"], config["windows"] = turns_of(config), windows_of(config)
+    config["biases"] = set(PROJECTIONS if kind == "qwen2" else ())
+    if config.get("attention_bias"):
+        config["biases"] |= {*PROJECTIONS, "o_proj"}
+    if config.get("mlp_bias"):
+        config["biases"] |= {"gate_proj", "up_proj", "down_proj"}
+    return config
+
+
+def turns_of(config):
+    """How far each pair of a head turns for each token: rotary embedding as it is, linear, or that of Llama 3."""
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    old, kind = rope.pop("type", None), rope.pop("rope_type", None)
+    kind, theta = kind or old or "default", rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    known = {"default": (), "linear": ("factor",)}
+    known["llama3"] = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    if kind not in known:
+        raise Refused(f"rope_scaling (rope_parameters) of the type {kind!r} is not known here: {', '.join(known)} are")
+    for key, value in rope.items():
+        if value and key not in known[kind] and (key, value) != ("partial_rotary_factor", 1):
+            raise Refused(f"rope_scaling (rope_parameters) has {key}={value!r}, which is not known here")
+    factor, *bounds = (float(rope[key]) for key in known[kind]) if known[kind] else (1.0,)
+    if not (min(theta, factor, *bounds, math.inf) > 0 and math.isfinite(theta + factor)):
+        raise Refused(f"rope_scaling (rope_parameters) {rope}, rope_theta={theta}: they must be above 0")
+    turns = theta ** (-torch.arange(0, config["head_dim"], 2) / config["head_dim"])
+    if kind != "llama3":
+        return turns / factor
+    low, high, length = bounds  # pairs with few rounds in `length` tokens are slowed down, those with many are not
+    kept = ((length * turns / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+    return turns * (kept + (1 - kept) / factor)
+
+
+def windows_of(config):
+    """For each layer how many tokens a token sees, with itself. None: all before it."""
+    kind, count, window = config["model_type"], config["num_hidden_layers"], config.get("sliding_window")
+    if kind[:4] == "qwen":
+        window = window if config.get("use_sliding_window") else None
+    elif (kind == "llama" and window) or config.get("use_sliding_window"):
+        raise Refused(f"sliding_window={window!r}, use_sliding_window: not known for a {kind}")
+    if window is not None and (type(window) is not int or window < 1):
+        raise Refused(f"sliding_window={window!r} must be an integer >= 1")
+    first = config.get("max_window_layers", 28) if kind[:4] == "qwen" else 0
+    usual = [window if n >= first else None for n in range(count)]
+    kinds = config.get("layer_types")
+    given = usual if kinds is None else [{"full_attention": None, "sliding_attention": window}[k] for k in kinds]
+    if len(given) != count or (kind[:4] != "qwen" and given != usual):
+        raise Refused(f"layer_types={kinds!r} are not known here")
+    return given
 
 
 class Files:
@@ -38,14 +138,16 @@ class Files:
     def __contains__(self, name):
         return name in self.places
 
-    def read(self, name, dtype, rows=slice(None), columns=slice(None)):
-        """Some rows or columns of a tensor. The others are not read from the disk, or not kept."""
+    def read(self, name, dtype, shape, rows=slice(None), columns=slice(None)):
+        """Some rows or columns of a tensor of this shape. The others are not read from the disk, or not kept."""
+        if name not in self.places:
+            raise Refused(f"the files have no {name}")
         memory, offset, entry = self.places[name]
-        kind = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}[
-            entry["dtype"]
-        ]
-        shape = entry["shape"]
-        whole = torch.frombuffer(memory, dtype=kind, offset=offset, count=torch.Size(shape).numel()).view(shape)
+        kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+        if entry["dtype"] not in kinds or entry["shape"] != [*shape]:
+            raise Refused(f"{name} is {entry['dtype']} {entry['shape']}, not {[*shape]} of {', '.join(kinds)}")
+        kind, count = kinds[entry["dtype"]], math.prod(shape)
+        whole = torch.frombuffer(memory, dtype=kind, offset=offset, count=count).view(shape)
         return whole[rows].to(dtype, copy=True) if len(shape) == 1 else whole[rows, columns].to(dtype, copy=True)
 
 
@@ -58,45 +160,54 @@ def dealt(count, rank, size):
 class Model:
     """A decoder. All methods are called by all ranks together."""
 
-    def __init__(self, folder, comm, dtype, most_tokens):
-        config, files = json.loads((folder / "config.json").read_text()), Files(folder)
-        heads, kv_heads = (
-            config["num_attention_heads"],
-            config.get("num_key_value_heads") or config["num_attention_heads"],
+    def __init__(self, config, files, comm, dtype, most_tokens):
+        heads, kv_heads, hidden = (
+            config[f"{n}"] for n in ("num_attention_heads", "num_key_value_heads", "hidden_size")
         )
-        self.comm, self.head = comm, config.get("head_dim") or config["hidden_size"] // heads
-        self.eps, self.layers = config["rms_norm_eps"], []
+        inner_size, self.comm, self.head = config["intermediate_size"], comm, config["head_dim"]
+        self.eps, self.layers = config.get("rms_norm_eps", 1e-6), []
         self.tokens = dealt(config["vocab_size"], comm.rank, comm.size)
-        mine, inner = dealt(heads, comm.rank, comm.size), dealt(config["intermediate_size"], comm.rank, comm.size)
+        mine, inner = dealt(heads, comm.rank, comm.size), dealt(inner_size, comm.rank, comm.size)
         kv_of = [h * kv_heads // heads for h in range(heads)][mine]  # several heads of q share one of k and v
         kv = slice(kv_of[0], kv_of[-1] + 1) if kv_of else slice(0, 0)
         self.kv_of = torch.tensor(kv_of, dtype=torch.int64) - kv.start
         q_rows, kv_rows = (slice(s.start * self.head, s.stop * self.head) for s in (mine, kv))
         rows = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows, "gate_proj": inner, "up_proj": inner}
         columns = {"o_proj": q_rows, "down_proj": inner}
+        wide, narrow = heads * self.head, kv_heads * self.head
+        shapes = {"q_proj": (wide, hidden), "k_proj": (narrow, hidden), "v_proj": (narrow, hidden)}
+        shapes |= {"o_proj": (hidden, wide), "down_proj": (hidden, inner_size)}
+        shapes |= dict.fromkeys(("gate_proj", "up_proj"), (inner_size, hidden))
+        norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+        if config["model_type"] == "qwen3":
+            norms |= {"self_attn.q_norm": self.head, "self_attn.k_norm": self.head}
         for n in range(config["num_hidden_layers"]):
-            layer = {}
-            for name in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"):
-                if f"model.layers.{n}.{name}.weight" in files:
-                    layer[name.split(".")[-1]] = files.read(f"model.layers.{n}.{name}.weight", dtype)
-            for name in (*rows, *columns):
+            layer = {"window": config["windows"][n]}
+            for name, width in norms.items():
+                layer[name.split(".")[-1]] = files.read(f"model.layers.{n}.{name}.weight", dtype, (width,))
+            for name, shape in shapes.items():
                 at = f"model.layers.{n}.{'self_attn' if name[0] in 'qkvo' else 'mlp'}.{name}"
                 part = {"columns": columns[name]} if name in columns else {"rows": rows[name]}
-                layer[name] = files.read(f"{at}.weight", dtype, **part)
-                if f"{at}.bias" in files and name in rows:
-                    layer[f"{name}.bias"] = files.read(f"{at}.bias", dtype, rows[name])
+                layer[name] = files.read(f"{at}.weight", dtype, shape, **part)
+                if (f"{at}.bias" in files) != (name in config["biases"]):
+                    raise Refused(f"attention_bias, mlp_bias or model_type do not fit: {at}.bias")
+                if name in rows or comm.rank == 0:  # what is summed over the ranks has its bias once
+                    bias = name in config["biases"]
+                    layer[f"{name}.bias"] = (
+                        files.read(f"{at}.bias", dtype, shape[:1], rows.get(name, slice(None))) if bias else None
+                    )
             layer["k"], layer["v"] = (
                 torch.empty(kv.stop - kv.start, most_tokens, self.head, dtype=dtype) for _ in "kv"
             )
             self.layers.append(layer)
-        self.embedding = files.read("model.embed_tokens.weight", dtype, self.tokens)
-        tied = "lm_head.weight" not in files
-        self.output = self.embedding if tied else files.read("lm_head.weight", dtype, self.tokens)
-        self.norm = files.read("model.norm.weight", dtype)
-        theta = config.get("rope_theta") or config.get("rope_parameters", {}).get("rope_theta", 10000.0)
-        turns = torch.outer(torch.arange(most_tokens), theta ** (-torch.arange(0, self.head, 2) / self.head)).repeat(
-            1, 2
-        )
+        table = config["vocab_size"], hidden
+        self.embedding = self.output = files.read("model.embed_tokens.weight", dtype, table, self.tokens)
+        if not config.get("tie_word_embeddings") or "lm_head.weight" in files:
+            self.output = files.read("lm_head.weight", dtype, table, self.tokens)
+        if config.get("tie_word_embeddings") and not torch.equal(self.output, self.embedding):
+            raise Refused("tie_word_embeddings is true, but lm_head.weight is not model.embed_tokens.weight")
+        self.norm = files.read("model.norm.weight", dtype, (hidden,))
+        turns = torch.outer(torch.arange(most_tokens), config["turns"]).repeat(1, 2)
         self.cos, self.sin = turns.cos().to(dtype), turns.sin().to(dtype)
 
     def normed(self, x, weight):
@@ -117,13 +228,16 @@ class Model:
         until = at + len(x)
         layer["k"][:, at:until], layer["v"][:, at:until] = self.rotated(k, at).transpose(0, 1), v.transpose(0, 1)
         k, v = (layer[n][self.kv_of, :until] for n in "kv")
-        sees = torch.ones(len(x), until, dtype=torch.bool).tril(at) if len(x) > 1 else None
+        sees = torch.ones(len(x), until, dtype=torch.bool).tril(at)
+        if layer["window"] is not None:
+            sees = sees.triu(at - layer["window"] + 1)
         y = F.scaled_dot_product_attention(self.rotated(q, at).transpose(0, 1), k, v, attn_mask=sees)
-        return F.linear(y.transpose(0, 1).flatten(1), layer["o_proj"])
+        return F.linear(y.transpose(0, 1).flatten(1), layer["o_proj"], layer.get("o_proj.bias"))
 
     def mlp(self, layer, x, at):
         x = self.normed(x, layer["post_attention_layernorm"])
-        return F.linear(F.silu(F.linear(x, layer["gate_proj"])) * F.linear(x, layer["up_proj"]), layer["down_proj"])
+        gate, up = (F.linear(x, layer[n], layer.get(f"{n}.bias")) for n in ("gate_proj", "up_proj"))
+        return F.linear(F.silu(gate) * up, layer["down_proj"], layer.get("down_proj.bias"))
 
     def embedded(self, ids):
         mine = (ids >= self.tokens.start) & (ids < self.tokens.stop)
@@ -157,7 +271,7 @@ class Model:
         if temperature:
             vocabulary = fompi.all_reduce(torch.tensor([len(logits)]), comm=self.comm).item()
             noise = -torch.log(-torch.log(torch.rand(vocabulary, generator=generator, dtype=torch.float64)))
-            logits = logits / temperature + noise[self.tokens]
+            logits = logits + temperature * noise[self.tokens]
         best = torch.tensor([[-torch.inf, 0.0]], dtype=torch.float64)
         if len(logits):
             value, index = logits.max(0)
@@ -166,11 +280,14 @@ class Model:
         return int(found[found[:, 0].argmax(), 1])
 
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise Refused(message)
 
 
-def main():
-    parser = argparse.ArgumentParser(description="Generate text with a model that is spread over all ranks.")
+def arguments():
+    """The options, the tokens of the prompt, and the tokenizer (None without --prompt). Raises Refused."""
+    parser = Parser(description="Generate text with a model that is spread over all ranks.")
     parser.add_argument("model", type=Path, help="a folder with config.json and *.safetensors")
     parser.add_argument("--prompt", help="a text (needs tokenizer.json and the package tokenizers)")
     parser.add_argument("--ids", help="the tokens of the prompt, for example 1,2,3")
@@ -178,20 +295,66 @@ def main():
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the most likely token (0)")
     parser.add_argument("--seed", type=int, default=0, help="of the samples (0)")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16", "float64"])
-    options = parser.parse_args()
-    tokenizer = None
-    if options.prompt is not None:
+    options, tokenizer = parser.parse_args(), None
+    if not (options.tokens >= 1 and 0 <= options.temperature < math.inf and 0 <= options.seed < 1 << 63):
+        raise Refused("--tokens must be 1 or more, --temperature and --seed 0 or more")
+    if (options.prompt is None) == (options.ids is None):
+        raise Refused("give --prompt or --ids")
+    if options.prompt is None:
+        if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", options.ids, re.ASCII):
+            raise Refused(f"--ids {options.ids!r}: give the numbers of tokens, for example 1,2,3")
+        return options, [int(word) for word in options.ids.split(",")], None
+    try:
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
-        ids = tokenizer.encode(options.prompt).ids
-    elif options.ids:
-        ids = [int(word) for word in options.ids.split(",")]
-    else:
-        parser.error("give --prompt or --ids")
+    except ImportError:
+        raise Refused("--prompt needs a package: pip install tokenizers, or give --ids") from None
+    except Exception as error:  # of Rust
+        raise Refused(f"{options.model / 'tokenizer.json'}: {error}") from None
+    return options, tokenizer.encode(options.prompt).ids, tokenizer
 
+
+def loaded(comm):
+    """The options, the tokens of the prompt, the tokenizer and the model. Raises Refused."""
+    options, ids, tokenizer = arguments()
+    path = options.model / "config.json"
+    try:
+        config = config_of(path)
+        if not ids or max(ids) >= config["vocab_size"]:
+            raise Refused(f"tokens are from 0 to {config['vocab_size'] - 1}, and one at least, not {ids[:20]}")
+        path = options.model
+        model = Model(config, Files(path), comm, getattr(torch, options.dtype), len(ids) + options.tokens)
+    except KeyError as error:
+        raise Refused(f"{path}: {error} is missing or not known") from None
+    except (
+        Refused,
+        OSError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RuntimeError,
+        MemoryError,
+    ) as error:
+        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise Refused(f"{path}: {why.splitlines()[0]}") from None
+    return options, ids, tokenizer, model
+
+
+def main():
     with torch.inference_mode(), fompi.Communicator() as comm:
-        model = Model(options.model, comm, getattr(torch, options.dtype), len(ids) + options.tokens)
+        found, why = None, ""
+        try:
+            found = loaded(comm)
+        except Refused as error:
+            why = str(error)
+        failed = fompi.all_gather(torch.tensor([bool(why)]), comm=comm).nonzero()
+        if len(failed):  # all ranks end, and the first one with an error says it
+            if comm.rank == failed[0]:
+                print(f"generate.py: {why}", file=sys.stderr)
+            return 2
+        options, ids, tokenizer, model = found
         how = options.temperature, torch.Generator().manual_seed(options.seed)
         begun, made = time.perf_counter(), [model.next_token(torch.tensor(ids), 0, *how)]
         first = time.perf_counter()
@@ -207,6 +370,8 @@ def main():
                 f"prefill: {len(ids) / (first - begun):.0f} tokens/s, decode: {decode:.1f} tokens/s, {comm.size} ranks"
             )
 
+    return 0
+
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -17,6 +17,18 @@ CONFIG = {
 TOKENS = "4,85,61,13,32,30,45,13,63,13,58,86"
 """What transformers 5.24 generates behind 1, 5, 7, 9, 11, 2, 3 with these weights in float64."""
 
+LLAMA_3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+
+OTHERS = (
+    ({"rope_scaling": LLAMA_3}, "36,4,32,18,82,4,86,18,32,71,60,14"),
+    ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "36,4,32,38,20,13,38,20,13,35,38,60"),
+    ({"model_type": "mistral", "sliding_window": 5}, "38,58,61,47,47,47,3,91,14,24,61,61"),
+)
+"""Other configurations of the same weights, and what transformers generates with them."""
+
 
 def tensors() -> dict[str, np.ndarray]:
     hidden, inner, vocabulary = (CONFIG[name] for name in ("hidden_size", "intermediate_size", "vocab_size"))
@@ -37,9 +49,9 @@ def tensors() -> dict[str, np.ndarray]:
     return made
 
 
-def write(folder: Path) -> None:
+def write(folder: Path, **changes: object) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
     header, at = {}, 0
     for name, values in tensors().items():
         header[name] = {"dtype": "F32", "shape": values.shape, "data_offsets": [at, at + values.nbytes]}

@@ -6,6 +6,9 @@ Each exception is a `FompiError` and also the closest builtin exception, so that
 from __future__ import annotations
 
 import re
+import warnings
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 def text_of(error: BaseException) -> str:
@@ -19,6 +22,23 @@ def text_of(error: BaseException) -> str:
 def in_words(error: BaseException) -> str:
     """The type and the text of an error."""
     return f"{type(error).__name__}: {text_of(error)}"
+
+
+def meant(name: object, known: Iterable[str], form: str = " (did you mean {}?)") -> str:
+    """`form` with the one of the `known` names that is nearest to what a user wrote. "" if none is near."""
+    names = {each.lower(): each for each in known}
+    near = get_close_matches(str(name).lower(), names, 1)
+    return form.format(names[near[0]]) if near else ""
+
+
+def quoted(name: object, known: Iterable[str]) -> str:
+    """A name that is unknown, for an error, and the known one that was meant."""
+    return f"{name!r}{meant(name, known)}"
+
+
+def warn(sentence: str, category: type[Warning] = UserWarning) -> None:
+    """A warning without a line of source code: what it says is not mended there."""
+    warnings.warn_explicit(sentence, category, "<fompi>", 0, "fompi")
 
 
 def of_signature(name: str, error: TypeError) -> TypeError:

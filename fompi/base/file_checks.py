@@ -5,6 +5,7 @@ Each function returns the value in its proper type, or raises a LayoutError that
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -27,10 +28,21 @@ MOST_FILE_NBYTES, MOST_DIGITS, MOST_LETTERS = 16 << 20, 400, 1000
 """Limits of a file (bytes), an integer in it (digits) and a string (characters). Real files stay far below."""
 
 
-def read(path: Path) -> bytes:
-    """The content of a file. At most one byte more than `parse_json` accepts is read."""
+def read(path: Path, most: int = MOST_FILE_NBYTES) -> bytes:
+    """The content of a file, no pipe or device. Raises LayoutError if it has more than `most` bytes."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise LayoutError("not a file")
     with path.open("rb") as file:
-        return file.read(MOST_FILE_NBYTES + 1)
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise LayoutError(f"longer than {most >> 20} MiB")
+    return content
+
+
+def decoded(content: bytes) -> str:
+    """The text of a file of any encoding that begins with its mark, else of UTF-8, without the mark."""
+    utf_16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return content.decode("utf-16" if utf_16 else "utf-8-sig", errors="replace")
 
 
 def parse_json(text: str | bytes) -> Any:

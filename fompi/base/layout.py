@@ -16,7 +16,7 @@ from math import isfinite, prod
 from operator import index
 from typing import Any, NamedTuple
 
-from fompi.base.errors import DtypeError, LayoutError
+from fompi.base.errors import DtypeError, LayoutError, quoted
 
 FLOAT8 = tuple(
     f"float8_{kind}" for kind in ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
@@ -70,7 +70,7 @@ def as_integer(value: Any, name: str) -> int:
 
 def itemsize(dtype: str) -> int:
     if dtype not in ITEMSIZE:
-        raise DtypeError(f"unknown dtype {dtype!r}; known: {', '.join(ITEMSIZE)}")
+        raise DtypeError(f"unknown dtype {quoted(dtype, ITEMSIZE)}; known: {', '.join(ITEMSIZE)}")
     return ITEMSIZE[dtype]
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fompi.base.errors import DtypeError
+from fompi.base.errors import DtypeError, quoted
 
 RUN = 64
 """The elements that share a scale."""
@@ -72,7 +72,7 @@ def wire_of(name: object, dtype: str) -> str:
     if name is None or name == "" or name == dtype:
         return ""
     if name not in WIRES:
-        raise DtypeError(f"wire={name!r}: known are {', '.join(WIRES)}")
+        raise DtypeError(f"wire={quoted(name, WIRES)}: known are {', '.join(WIRES)}")
     if name not in WIDE.get(dtype, ()):
         usable = WIDE.get(dtype)
         which = f"takes {', '.join(usable)}" if usable else "is sent as it is: only float32 and half types take a wire"

@@ -13,6 +13,7 @@ from fompi.bench import table, trial
 from fompi.bench.options import Options
 from fompi.cli import picture
 from fompi.cli.output import Progress, UsageError, check_writable, show_markdown
+from fompi.cli.plan import product_of
 from fompi.engine.handshake import agree
 
 EXAMPLE = "{} bench overhead --quick"
@@ -41,7 +42,7 @@ WITHOUT_SUMMARY = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("suite", nargs="?", choices=SUITES)
-    parser.add_argument("--like", metavar="M,K,N", help="the same as `try M,K,N`; with --device: the shape")
+    parser.add_argument("--like", nargs="+", metavar="M,K,N", help="the same as `try M,K,N`; with --device: the shape")
     parser.add_argument(
         "--device", choices=DEVICES, help="on buffers of a device: fused (or no suite), collectives, parallel, step"
     )
@@ -60,13 +61,16 @@ def run(options: argparse.Namespace) -> int:
     """Measure on all ranks. Rank 0 prints the table and writes the files that are named."""
     if options.rounds < 1 or options.ranks < 1:
         raise UsageError("bench: --rounds and --ranks are 1 or more")
+    if options.like and options.suite is None and options.like[-1] in SUITES:  # --like M,K,N SUITE
+        options.suite = options.like.pop()
     suite = options.suite or "fused"
+    like = None if options.like is None else product_of(options.like)
     if options.device is not None and suite not in ON_DEVICES:
         raise UsageError(f"bench: --device has these suites: {', '.join(ON_DEVICES)}")
-    if options.device is not None and options.like is not None and suite != "fused":
+    if options.device is not None and like is not None and suite != "fused":
         raise UsageError("bench: --like with --device is the shape of fused operations")
-    if options.like is not None and options.device is None:
-        return trial.run_shape(options.like, options.ranks, options.rounds, options.json)
+    if like is not None and options.device is None:
+        return trial.run_shape(like, options.ranks, options.rounds, options.json)
     name = options.suite if options.device is None else "device"
     if name is None:
         raise UsageError(f"bench: name a suite ({', '.join(SUITES)}), a --device, or a shape with --like M,K,N")
@@ -80,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
         agree(comm, f"bench {name}", refusal(comm.rank, json, markdown, plot))
         with Progress.of_rank(comm.rank, f"bench {name}") as progress:
             measure = Options(options.rounds, options.quick, progress, options.row)
-            more = () if options.device is None else (options.device, options.like, suite)
+            more = () if options.device is None else (options.device, like, suite)
             rows = import_module(f"fompi.bench.{name}").rows(comm, measure, *more)
         if not rows:
             raise FompiError(f"bench {name}: no row has {options.row!r} in its name")

@@ -35,7 +35,7 @@ from fompi.base.layout import Partial, Shard, Spec
 from fompi.bench import collectives
 from fompi.bench.cluster import TcpHosts
 from fompi.bench.collectives import DEFAULT, progress
-from fompi.bench.options import Options, shape_of
+from fompi.bench.options import Options
 from fompi.cli.output import UsageError
 from fompi.plans.plan import Plan
 from fompi.runtime.default_device import device_for
@@ -112,7 +112,9 @@ def card(device: Any) -> str:
     return f"{name}, driver for CUDA {runtime.driverGetVersion()}, CuPy for {runtime.runtimeGetVersion()}"
 
 
-def rows(comm: Any, options: Options, kind: str, like: str | None = None, suite: str = "fused") -> list[Row]:
+def rows(
+    comm: Any, options: Options, kind: str, like: tuple[int, int, int] | None = None, suite: str = "fused"
+) -> list[Row]:
     """The rows of a suite. Raises ShapeError, or UsageError if the ranks do not divide the shape of `fused`."""
     bench, found = Bench(kind, comm), list[Row]()
     if suite == "fused":
@@ -126,10 +128,10 @@ def rows(comm: Any, options: Options, kind: str, like: str | None = None, suite:
     return found
 
 
-def fused(comm: Any, options: Options, bench: Bench, like: str | None) -> list[Row]:
+def fused(comm: Any, options: Options, bench: Bench, like: tuple[int, int, int] | None) -> list[Row]:
     """One row for each operation."""
     fits = SOFTWARE_SHAPE if bench.is_software else QUICK_SHAPE if options.quick else SHAPE
-    m, k, n = fits if like is None else shape_of(like)
+    m, k, n = like or fits
     size = comm.size
     if m % size or n % size or k % size:
         raise UsageError(f"bench --device: {size} ranks must divide M, K and N, not {m},{k},{n}")

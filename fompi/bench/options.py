@@ -6,21 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from fompi.base.errors import ShapeError
 from fompi.cli.output import Progress
 
 T = TypeVar("T")
-
-
-def shape_of(text: str) -> tuple[int, int, int]:
-    """M, K, N from the text M,K,N: the shape of a product x[M, K] @ w[K, N]. Raises ShapeError."""
-    try:
-        m, k, n = map(int, text.split(","))
-    except ValueError:
-        raise ShapeError(f"a shape is M,K,N, for example 4096,4096,4096, not {text!r}") from None
-    if min(m, k, n) < 1:
-        raise ShapeError(f"M={m}, K={k}, N={n}: each must be 1 or more")
-    return m, k, n
 
 
 @dataclass(frozen=True)

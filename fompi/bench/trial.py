@@ -19,7 +19,6 @@ from fompi.base.wires import wire_of
 from fompi.bench import fused
 from fompi.bench.cluster import TcpHosts
 from fompi.bench.collectives import DEFAULT
-from fompi.bench.options import shape_of
 from fompi.bench.peers import PeerCase
 from fompi.cli import plan
 from fompi.cli.output import Progress, Table, UsageError, check_writable, is_first_rank, show, show_json
@@ -30,6 +29,8 @@ from fompi.tuning.rounds import UNITS, Row
 from fompi.tuning.verdict import OtherLoad, others_in_words
 
 EXAMPLE = "{} try 1024,1024,1024 --ranks 4"
+
+Shape = tuple[int, int, int]
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "ms: the median. spread: the middle half of the rounds.\n"
         "gain: over the time without overlap, with its 95 % interval (fewer than 6 rounds: less)."
     )
-    parser.add_argument("shape", metavar="M,K,N", help="global shapes: x[M, K] @ w[K, N]")
+    parser.add_argument("shape", nargs="+", metavar="M,K,N", help="of x[M, K] @ w[K, N]; or both shapes, MxK KxN")
     parser.add_argument("--ranks", type=int, help="outside of mpirun: how many to start (2, or one for each host)")
     parser.add_argument("--hosts", type=int, help="make so many hosts on this machine, with links between them")
     parser.add_argument("--rate", metavar="R", help="the rate of each of these links: 500mbit, 1gbit (1gbit)")
@@ -82,14 +83,14 @@ def run(options: argparse.Namespace) -> int:
     if options.rate is not None and options.hosts is None:
         raise UsageError(f"--rate {options.rate}: say how many hosts, --hosts 2")
     if options.hosts is not None and not is_in_lab():
-        shape_of(options.shape)
+        plan.product_of(options.shape)
         return on_own_hosts(options.hosts, options.rate or "1gbit", ranks)
-    return run_shape(options.shape, ranks, options.rounds, options.json, wire)
+    return run_shape(plan.product_of(options.shape), ranks, options.rounds, options.json, wire)
 
 
-def run_shape(text: str, ranks: int, rounds: int, json_file: str | None, wire: str = "") -> int:
-    """Measure the shape `text` and print the table. Outside of mpirun this starts `ranks` ranks first."""
-    shape = shape_of(text)
+def run_shape(shape: Shape, ranks: int, rounds: int, json_file: str | None, wire: str = "") -> int:
+    """Measure the shape and print the table. Outside of mpirun this starts `ranks` ranks first."""
+    text = ",".join(map(str, shape))
     if (status := on_own_ranks(ranks)) is not None:
         return status
     note_threads()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import fompi
 from fompi.base import file_checks
+from fompi.base.errors import LayoutError
 from fompi.cli import check_orders, plan
 from fompi.cli.check_orders import CheckedOrder
 from fompi.cli.output import show_json
@@ -70,11 +71,11 @@ def _checked(file: str, machine: Machine, nbytes: int, runs: bool) -> Checked | 
         if not path.is_file():
             raise ScheduleError("no such file")
         content = file_checks.read(path)
-        if is_order(text := content.decode(errors="replace")):
+        if is_order(text := file_checks.decoded(content)):
             return check_orders.checked(file, text, runs)
         algorithm = msccl.read(content)
         verdict = check(algorithm)
-    except (ScheduleError, OSError) as error:
+    except (ScheduleError, LayoutError, OSError) as error:
         words = str(error)
         raise ScheduleError(words if words.startswith(file) else f"{file}: {words}") from None
     if not verdict.is_right:

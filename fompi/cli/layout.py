@@ -11,7 +11,7 @@ from fompi.cli.output import Table, is_pretty, show, show_json
 from fompi.model.pipeline import SCHEDULES
 from fompi.planner.layers import MODELS, Transformer
 from fompi.planner.layout import BATCH_TOKENS, FREE, TOP, Layouts
-from fompi.planner.step import AXES, COLUMNS, RECOMPUTE, Predicted
+from fompi.planner.step import AXES, RECOMPUTE, Predicted
 
 EXAMPLE = "{} layout --model llama-8b --ranks 64 --machine h100-ndr"
 
@@ -61,7 +61,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         show_json(_values(found))
     elif is_pretty():
-        show(found.title, Table(COLUMNS, [each.row for each in found.best], right=COLUMNS[:-1]), found.remark)
+        heads, *rows = found.table
+        show(found.title, Table(heads, rows, right=heads[:-1]), found.remark)
     else:
         print(found)
     return 0
@@ -84,6 +85,7 @@ def _values(found: Layouts) -> dict[str, Any]:
         "title": found.title,
         "tried": found.tried,
         "left_out": found.left_out,
+        "warning": found.warning.removeprefix("; warning: "),
         "layouts": [_layout_values(each) for each in found.best],
     }
 

@@ -7,13 +7,12 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from time import sleep
 from typing import Any, NamedTuple, NoReturn
 
-from fompi.base.errors import FompiError
+from fompi.base.errors import FompiError, meant
 from fompi.base.version import __version__
 from fompi.cli.output import UsageError, first_rank_only, is_first_rank
 from fompi.mpi import environment
@@ -32,8 +31,8 @@ class Parser(argparse.ArgumentParser):
         invalid = re.fullmatch(r"(.*invalid choice: '?(.*?)'?) \(choose from (.*)\)", message)
         if invalid is not None:
             known = [name.strip("' ") for name in invalid[3].split(",")]
-            near = get_close_matches(invalid[2], known, 1)
-            message = f"{invalid[1]}: " + (f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}")
+            near = meant(invalid[2], known, ": did you mean {}?")
+            message = invalid[1] + (near or f": choose one of {', '.join(known)}")
         self.exit(2, f"{self.prog}: {message} (`{self.prog} --help` lists the options)\n")
 
 
@@ -128,7 +127,9 @@ def _parse(
         parsers[arguments[0]].epilog = f"for example: {module.EXAMPLE.format(program())}"
     options, unknown = parser.parse_known_args(arguments)
     if unknown or module is None:
-        parsers.get(arguments[0], parser).error(f"unrecognized arguments: {' '.join(unknown)}")
+        used = parsers.get(arguments[0], parser)
+        near = meant(unknown[0].partition("=")[0], used._option_string_actions, ": did you mean {}?") if unknown else ""
+        used.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
     return module, options
 
 

@@ -47,7 +47,7 @@ def add_problem_arguments(parser: argparse.ArgumentParser, *more_operations: str
     """OPERATION, SHAPE ..., --ranks, --dtype, --wire and --order."""
     names = [*sorted(meaning.MEANING), *more_operations]
     parser.add_argument("operation", choices=names, metavar="OPERATION", help=", ".join(names))
-    parser.add_argument("shapes", nargs="*", metavar="SHAPE", help="global shapes, x first: 4096x4096")
+    parser.add_argument("shapes", nargs="*", metavar="SHAPE", help="global shapes, x first: 4096x4096; or M,K,N")
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--dtype", default="float32", help="(float32)")
     add_wire_argument(parser)
@@ -115,6 +115,10 @@ def specs_of(options: argparse.Namespace) -> list[Spec]:
     """The global tensors of the problem. Schedules of --load are there then."""
     load(options.load)
     shapes = [_shape(text) for text in options.shapes]
+    wanted = meaning.MEANING[options.operation]
+    if "," in "".join(options.shapes[:1]) and len(shapes) == 1 and len(shapes[0]) == 3:  # M,K,N of a product
+        (m, k, n), has_w, has_h = shapes[0], wanted.weight is not None, wanted.operand is not None
+        shapes = [(m, k), *[(k, n)] * has_w, *[(m, n)] * has_h] if has_w or has_h else shapes
     layouts = meaning.layouts(options.operation, len(shapes))
     return [Spec(shape, options.dtype, layout) for shape, layout in zip(shapes, layouts, strict=True)]
 
@@ -150,8 +154,25 @@ def _slices(text: str) -> int | tuple[int, ...]:
     return shares if len(shares) > 1 else shares[0]
 
 
+def product_of(words: Sequence[str]) -> tuple[int, int, int]:
+    """M, K, N of a product x[M, K] @ w[K, N], from M,K,N or from the two shapes. Raises ShapeError."""
+    sizes = [n for word in words for n in _shape(word)]
+    if len(words) == 2 and len(sizes) == 4 and sizes[1] == sizes[2]:
+        del sizes[2]
+    elif len(words) != 1 or len(sizes) != 3:
+        given = f"not {' '.join(words)!r}; or the two shapes, 4096x1024 1024x4096"
+        raise fompi.ShapeError(f"a shape is M,K,N, for example 4096,4096,4096, {given}")
+    m, k, n = sizes
+    if min(sizes) < 1:
+        raise fompi.ShapeError(f"M={m}, K={k}, N={n}: each must be 1 or more")
+    return m, k, n
+
+
 def _shape(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(n) for n in text.split("x"))
+        sizes = tuple(int(n) for n in text.replace(",", "x").split("x"))
     except ValueError:
         raise fompi.ShapeError(f"{text!r} is not a shape like 4096x1024") from None
+    if min(sizes) < 0:
+        raise fompi.ShapeError(f"{text!r}: sizes must be positive (integers >= 0), as in 4096x1024")
+    return sizes

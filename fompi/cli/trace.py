@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import fompi
+from fompi.base import file_checks
+from fompi.base.errors import LayoutError
 from fompi.cli import picture
 from fompi.cli.output import UsageError, check_writable
 from fompi.runtime.report_text import full_text, text
 from fompi.traces.timeline import timelines
 from fompi.traces.trace import Trace
+
+MOST_NBYTES = 256 << 20
+"""Of a file. A report is some MiB."""
 
 EXAMPLE = "{} trace run.json --picture run.svg"
 
@@ -45,9 +50,9 @@ def run(options: argparse.Namespace) -> int:
 def _read(path: Path, in_words: Callable[[Any], str]) -> tuple[str, Trace]:
     """The report of the file as text, and the trace in it. Raises UsageError if it is not such a file."""
     try:
-        report = json.loads(path.read_bytes())
+        report = json.loads(file_checks.read(path, MOST_NBYTES))
         return in_words(report), Trace.from_json(report["trace"])
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, LayoutError) as error:
+        raise UsageError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
         raise UsageError(f"{path} is no report of a job: FOMPI_REPORT=run.json writes one") from None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from fompi.base.errors import LayoutError
+from fompi.base.errors import LayoutError, quoted
 from fompi.base.layout import integer
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
@@ -81,7 +81,7 @@ class Mesh(Shared, Mapping[str, Communicator]):
         wanted = axis if isinstance(axis, tuple) else (axis,)
         for name in wanted:
             if name not in self.axes:
-                raise LayoutError(f"this mesh has no axis {name!r}; it has {', '.join(self.axes)}")
+                raise LayoutError(f"this mesh has no axis {quoted(name, self.axes)}; it has {', '.join(self.axes)}")
         names = tuple(name for name in self.axes if name in wanted)
         if not names:
             raise LayoutError(f"name one or more of the axes {', '.join(self.axes)}")

@@ -18,6 +18,7 @@ Sources: msccl-tools (Cowan et al., ASPLOS 2023) writes it; the interpreters of 
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
+from reprlib import repr as shown
 
 from fompi.foreign.algorithm import Algorithm, Connection, Kind, Region, ScheduleError, Step, Thread
 
@@ -51,13 +52,13 @@ def read(text: str | bytes) -> Algorithm:
     """The Algorithm of a file. Raises ScheduleError, with the element, for what is not known."""
     try:
         root = ElementTree.fromstring(text)
-    except ElementTree.ParseError as error:
+    except (ElementTree.ParseError, ValueError, LookupError) as error:  # the last two: of its encoding
         raise ScheduleError(f"it is no XML: {error}") from None
     if root.tag != "algo":
         raise ScheduleError(f"it is no schedule of MSCCL: the first element is <{root.tag}>, not <algo>")
     word = root.get("coll", "")
     if word not in COLLECTIVES:
-        raise ScheduleError(f"coll={word!r} is none of {', '.join(COLLECTIVES)}: what it must compute is not known")
+        raise ScheduleError(f"coll={shown(word)} is none of {', '.join(COLLECTIVES)}: its result is not known")
     collective, ranks = COLLECTIVES[word], _number(root, "ngpus", 1)
     in_place, chunks = bool(_number(root, "inplace", 0, 0)), _number(root, "nchunksperloop", 1)
     if collective != "all_reduce" and chunks % ranks:
@@ -102,7 +103,7 @@ def _step(rank: int, thread: int, at: int, step: ElementTree.Element, shift: Shi
     if number != at:
         raise ScheduleError(f"{here}: step {at} has the number {number}")
     if name not in KINDS:
-        raise ScheduleError(f"{here}, step {at}: the type {name!r} is none of {', '.join(KINDS)}")
+        raise ScheduleError(f"{here}, step {at}: the type {shown(name)} is none of {', '.join(KINDS)}")
     kind, count = KINDS[name], _number(step, "cnt", 0, 1)
     source = _place(step, "src", count, shift)
     dest = _place(step, "dst", count, shift)
@@ -126,7 +127,7 @@ def _number(element: ElementTree.Element, name: str, least: int = 0, default: in
     try:
         value = int(text or "")
     except ValueError:
-        raise ScheduleError(f"<{element.tag}>: {name}={text!r} must be an integer") from None
+        raise ScheduleError(f"<{element.tag}>: {name}={shown(text)} must be an integer") from None
     if not least <= value <= MOST:
-        raise ScheduleError(f"<{element.tag}>: {name}={value} must be from {least} to {MOST}")
+        raise ScheduleError(f"<{element.tag}>: {name}={shown(value)} must be from {least} to {MOST}")
     return value

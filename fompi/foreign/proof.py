@@ -15,15 +15,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
-from fompi.foreign.algorithm import Algorithm, Connection, Region, Step, Thread
+from fompi.foreign.algorithm import Algorithm, Connection, Region, ScheduleError, Step, Thread
 
 SLOTS = (1, 2, 4, 8)
 """How many messages a connection may hold, before its sender waits. With more than the last of these none is right."""
 
 MOST_REASONS = 5
 """So many reasons are listed."""
+
+MOST_WORK = 1 << 25
+"""The most terms that all ranks or steps may move, and steps or thread blocks by thread blocks."""
 
 Value = tuple[tuple[int, int], ...]
 """The terms of a chunk, sorted: (rank, chunk of its input)."""
@@ -51,15 +55,16 @@ class Judgement(NamedTuple):
 
 
 def check(algorithm: Algorithm) -> Judgement:
-    """The Judgement of a schedule."""
+    """The Judgement of a schedule. Raises ScheduleError if it is too large to be proven."""
     reasons = [*_form(algorithm)]
     if reasons:
         return Judgement(tuple(reasons[:MOST_REASONS]))
+    _check_size(algorithm)
     run = _OnTerms(algorithm)
     run.go()
     if not run.has_ended:
         return Judgement((run.stuck(),))
-    reasons = [*run.reasons, *_result(algorithm, run)]
+    reasons = [*run.reasons, *islice(_result(algorithm, run), MOST_REASONS)]
     slots = next((n for n in SLOTS if _OnTerms(algorithm, n).go().has_ended), 0)
     if not slots:
         reasons.append(_OnTerms(algorithm, SLOTS[-1]).go().stuck())
@@ -67,6 +72,15 @@ def check(algorithm: Algorithm) -> Judgement:
     for step in algorithm.steps:
         moved[step.rank] += step.source.length if step.kind.sends else 0
     return Judgement(tuple(reasons[:MOST_REASONS]), slots, tuple(moved), run.depth, tuple(run.order))
+
+
+def _check_size(algorithm: Algorithm) -> None:
+    """Raise ScheduleError for a schedule whose proof would take hours, or more memory than there is."""
+    ranks, threads, steps = algorithm.ranks, len(algorithm.threads), algorithm.steps
+    terms = max(ranks * algorithm.chunks, sum(s.source.length + s.dest.length for s in steps)) * ranks
+    if max(terms, threads * max(threads, len(steps))) > MOST_WORK:
+        words = f"{ranks} ranks, {algorithm.chunks} chunks, {threads} thread blocks and {len(steps)} steps"
+        raise ScheduleError(f"{words}: too many to be proven")
 
 
 def _form(algorithm: Algorithm) -> Iterator[str]:
@@ -136,7 +150,7 @@ class _OnTerms:
     """One run on terms. Each thread has a clock: how many steps of every other thread have happened before."""
 
     def __init__(self, algorithm: Algorithm, slots: int = 0):
-        self.algorithm, self.slots = algorithm, slots
+        self.algorithm, self.slots, self.most = algorithm, slots, 2 * algorithm.ranks
         self.threads = {(thread.rank, thread.number): thread for thread in algorithm.threads}
         self.at = dict.fromkeys(self.threads, 0)
         self.queues: defaultdict[Connection, list[_Queued]] = defaultdict(list)
@@ -214,9 +228,9 @@ class _OnTerms:
             self.depths[at] = max(self.depths[at], message.depth)
         clock[at] = step.number + 1
         if kind.reads:
-            values = _sums(values, self._read(step, step.source))
+            values = _sums(values, self._read(step, step.source), self.most)
         if kind.adds:
-            values = _sums(values, self._read(step, step.dest))
+            values = _sums(values, self._read(step, step.dest), self.most)
         if kind.writes:
             self._note_write(step)
             memory.update(zip(step.dest.chunks, values or (), strict=True))
@@ -253,10 +267,11 @@ class _OnTerms:
             self.writer[key] = step
 
 
-def _sums(values: list[Value] | None, more: list[Value]) -> list[Value]:
+def _sums(values: list[Value] | None, more: list[Value], most: int) -> list[Value]:
+    """The sums, of `most` terms each: more than a right sum has. A chunk that is added to itself has 2**n of them."""
     if values is None:
         return more
-    return [tuple(sorted((*a, *b))) for a, b in zip(values, more, strict=True)]
+    return [tuple(sorted((*a, *b))[:most]) for a, b in zip(values, more, strict=True)]
 
 
 def _join(clock: dict[At, int], other: dict[At, int]) -> None:

@@ -18,7 +18,7 @@ from reprlib import repr as shown
 from typing import Any, NamedTuple
 
 from fompi.base import file_checks
-from fompi.base.errors import LayoutError
+from fompi.base.errors import LayoutError, meant, quoted
 from fompi.base.file_checks import Points
 from fompi.base.layout import COLLECTIVES
 
@@ -376,10 +376,14 @@ class Machine:
         path = Path(name)
         try:
             text = file_checks.read(path) if path.is_file() else None
+        except LayoutError as error:
+            raise LayoutError(f"{path}: {error}") from None
         except OSError as error:
             raise LayoutError(f"the machine {str(name)!r} cannot be read: {error.strerror}") from None
         if text is None:
-            raise LayoutError(f"no machine {str(name)!r}: no such file, and the presets are {', '.join(PRESETS)}")
+            raise LayoutError(
+                f"no machine {quoted(str(name), PRESETS)}: no such file, and the presets are {', '.join(PRESETS)}"
+            )
         try:
             return Machine.from_json(text)
         except LayoutError as error:
@@ -404,15 +408,16 @@ def _rate(value: float, unit: str) -> str:
 
 # ------------------------------------------------------------------------------------------------------------- files
 
-_FIELDS = ", ".join(f.name for f in fields(Machine))
+_NAMES = [f.name for f in fields(Machine)]
+_FIELDS = ", ".join(_NAMES)
 
 
 def _checked(data: Any, fastest: float = file_checks.MOST_SPEED) -> dict[str, Any]:
     """The fields of a Machine, checked and converted. Raises LayoutError, with the name of the field."""
     if not isinstance(data, dict):
         raise LayoutError(f"a machine must be an object with the fields {_FIELDS}")
-    if unknown := set(data) - {f.name for f in fields(Machine)}:
-        raise LayoutError(f"unknown field {shown(min(unknown))}; the fields of a machine are {_FIELDS}")
+    if unknown := set(data) - {*_NAMES}:
+        raise LayoutError(f"unknown field {shown(min(unknown))}{meant(min(unknown), _NAMES)}; the fields are {_FIELDS}")
     values: dict[str, Any] = {}
     for known in fields(Machine):
         if known.name in data:
@@ -462,7 +467,7 @@ def _natives(name: str, value: Any) -> dict[str, Points]:
         raise LayoutError(f"{name} must be an object with a curve for each collective, not {shown(value)}")
     if wrong := set(value) - set(COLLECTIVES):
         raise LayoutError(
-            f"{name}: unknown collective {shown(min(wrong))}; the collectives are {', '.join(COLLECTIVES)}"
+            f"{name}: no collective {shown(min(wrong))}{meant(min(wrong), COLLECTIVES)}; known {', '.join(COLLECTIVES)}"
         )
     return {key: file_checks.points(f"{name}.{key}", points) for key, points in value.items()}
 

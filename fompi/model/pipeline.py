@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from fompi.base.errors import PlanError
+from fompi.base.errors import PlanError, quoted
 
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipev")
 """The names of the orders. GPipe: 1811.06965. 1F1B: 1806.03377. Interleaved: 2104.04473. Zero bubble: 2401.10241. ZBV:
@@ -59,7 +59,7 @@ def predicted(
     p, m, v, c = ranks, microbatches, chunks, message
     s = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, **(seconds or {})}
     if schedule not in SCHEDULES:
-        raise PlanError(f"there is no formula for {schedule!r}; known: {', '.join(SCHEDULES)}")
+        raise PlanError(f"there is no formula for {quoted(schedule, SCHEDULES)}; known: {', '.join(SCHEDULES)}")
     if p == 1:
         c = 0.0
     if placement_of(schedule) == "v":

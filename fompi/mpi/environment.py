@@ -10,14 +10,12 @@ docs/reference/environment.md lists the same variables.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
-from fompi.base.errors import LaunchError
+from fompi.base.errors import LaunchError, meant, warn
 
 PREFIX = "FOMPI_"
 
@@ -35,7 +33,8 @@ class Variable:
         """The error if the variable does not take this value, else None."""
         if not text or self.is_taken(text):
             return None
-        return LaunchError(f"{self.name}={text}: give {self.takes}")
+        near = meant(text, self.takes.removeprefix("one of ").split(", "))
+        return LaunchError(f"{self.name}={text}: give {self.takes}{near}")
 
 
 def _one_of(name: str, default: str, *choices: str) -> Variable:
@@ -146,10 +145,10 @@ def sentences() -> list[str]:
 def warn_of_unknown() -> None:
     """Issue a UserWarning for each sentence of `unknown`."""
     for sentence in unknown():
-        warnings.warn(sentence, UserWarning, stacklevel=2)
+        warn(sentence)
 
 
 def _advice(name: str) -> str:
     endings = [known.removeprefix(PREFIX) for known in VARIABLES]
-    close = get_close_matches(name.upper().removeprefix(PREFIX), endings, n=1)
-    return f"{PREFIX}{close[0]} is one" if close else f"there are {', '.join(VARIABLES)}"
+    near = meant(name.upper().removeprefix(PREFIX), endings, PREFIX + "{} is one")
+    return near or f"there are {', '.join(VARIABLES)}"

@@ -10,13 +10,21 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from difflib import get_close_matches
 from inspect import Parameter, Signature, signature
 from typing import Any, Generic, NamedTuple, ParamSpec, TypedDict
 
 from fompi.backends.cuda import backend_of
 from fompi.base.doors import DOORS
-from fompi.base.errors import ArgumentError, LaunchError, LayoutError, PlanError, TensorError, of_signature
+from fompi.base.errors import (
+    ArgumentError,
+    LaunchError,
+    LayoutError,
+    PlanError,
+    TensorError,
+    meant,
+    of_signature,
+    quoted,
+)
 from fompi.base.layout import Slices
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
@@ -151,8 +159,7 @@ class Operation(Generic[P]):
         try:
             for name in options:
                 if name not in self._keywords:
-                    near = get_close_matches(name, self._keywords, 1)
-                    hint = f"; did you mean {near[0]!r}?" if near else ""
+                    hint = meant(name, self._keywords, "; did you mean {!r}?")
                     if name in ("columns", "experts") and self.name in VARIANTS:
                         hint = f": call fompi.{VARIANTS[self.name][name == 'experts']}"
                     raise ArgumentError(f"fompi.{self.name} has no argument {name!r}{hint}")
@@ -252,7 +259,7 @@ def _checked(call_options: CallOptions) -> CallOptions:
     if not isinstance(schedule, str):
         raise PlanError(f"schedule={schedule!r} must be a name, for example 'auto' or 'ring'")
     if effort not in ("plan", "measure"):
-        raise PlanError(f"effort={effort!r}: effort must be 'plan' or 'measure'")
+        raise PlanError(f"effort={quoted(effort, ('plan', 'measure'))}: effort must be 'plan' or 'measure'")
     if slices is not None:
         slices = as_slices(slices)
     if effort == "measure" and (schedule, slices) != ("auto", None):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.numbers import counting, filled, wide_product
-from fompi.base.errors import LayoutError, PlanError, ShapeError
+from fompi.base.errors import LayoutError, PlanError, ShapeError, quoted
 from fompi.base.layout import number, offsets, split
 from fompi.engine.communicator import Communicator
 from fompi.parallel.arrays import Array, arrived, borrow, start_sum
@@ -83,7 +83,7 @@ def check_choice(experts: int, k: Any, capacity_factor: Any, policy: Any) -> Non
     if not is_positive(k) or k > experts:
         raise LayoutError(f"k={k!r} must be an integer from 1 to {experts}, the number of experts")
     if policy not in POLICIES:
-        raise PlanError(f"policy={policy!r} must be one of {', '.join(POLICIES)}")
+        raise PlanError(f"policy={quoted(policy, POLICIES)} must be one of {', '.join(POLICIES)}")
     if capacity_factor is not None and (number(capacity_factor) or 0.0) <= 0:
         raise LayoutError(f"capacity_factor={capacity_factor!r} must be a number > 0, or None to drop no row")
 

@@ -36,6 +36,7 @@ from fompi.base.errors import (
     ShapeError,
     StateError,
     TensorError,
+    quoted,
 )
 from fompi.base.layout import accumulator, offsets
 from fompi.base.wires import wire_of
@@ -755,7 +756,7 @@ class DataParallel:
     def _bucket_of(self, name: str) -> Bucket:
         if name not in self._index:
             known = ", ".join([*self._index][:MOST_NAMED])
-            self._fail(LayoutError(f"there is no parameter {name!r}; the first ones are {known}"))
+            self._fail(LayoutError(f"there is no parameter {quoted(name, self._index)}; the first ones are {known}"))
         return self.buckets[self._index[name]]
 
     def refuse(self, error: Exception) -> NoReturn:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.numbers import counting, empty, fetch, upload
-from fompi.base.errors import LayoutError, PlanError, ShapeError
+from fompi.base.errors import LayoutError, PlanError, ShapeError, quoted
 from fompi.base.layout import offsets, split
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_to_all
@@ -79,7 +79,7 @@ def check_experts(
 
 def check_widths(first: str, second: str, a: tuple[int, ...], b: tuple[int, ...], x: Tensor, activation: str) -> None:
     if activation not in ACTIVATIONS:
-        raise PlanError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
+        raise PlanError(f"activation={quoted(activation, ACTIVATIONS)} must be one of {', '.join(ACTIVATIONS)}")
     if a[0] != x.array.shape[1]:
         raise ShapeError(f"{first} has {a[0]} rows, but x has {x.array.shape[1]} features: they must be equal")
     if activation == "swiglu" and a[1] % 2:

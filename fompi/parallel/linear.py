@@ -17,7 +17,7 @@ from fompi.backends.numbers import (
     wide_product,
     widen,
 )
-from fompi.base.errors import LayoutError, PlanError, ShapeError
+from fompi.base.errors import LayoutError, PlanError, ShapeError, quoted
 from fompi.base.layout import accumulator
 from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
@@ -117,7 +117,7 @@ def _column(
         halves = 2 if activation == "swiglu" else 1
         check_leaves(order, comm, tensors[1].array.shape[1] // halves, not sequence_parallel)
         if activation not in ACTIVATIONS:
-            raise PlanError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
+            raise PlanError(f"activation={quoted(activation, ACTIVATIONS)} must be one of {', '.join(ACTIVATIONS)}")
         wire_of(wire, tensors[0].dtype)
         if activation == "swiglu" and tensors[1].array.shape[1] % 2:
             raise ShapeError(f"swiglu halves the features: w has {tensors[1].array.shape[1]} columns, an odd number")

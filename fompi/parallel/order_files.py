@@ -15,12 +15,17 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from reprlib import repr as shown
 from typing import NamedTuple
 
 from fompi.base.errors import PlanError
 from fompi.parallel.orders import Action, Step, alive, check, needs, parts, read_actions, times
 
-_CELL = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)(\d*)")
+_CELL = re.compile(r"(\d{1,9})(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)(\d{0,9})")
+
+MOST_RANKS, MOST_CELLS = 1 << 12, 1 << 20
+"""Of a file: its proof walks over all ranks again and again."""
 
 
 class Beside(NamedTuple):
@@ -62,7 +67,10 @@ def is_order(text: str) -> bool:
 
 def judge(text: str) -> OrderVerdict:
     """What is proven of a file. Raises PlanError for a cell that is not known."""
-    rows = [[*_cells(rank, line)] for rank, line in enumerate(text.strip().splitlines())]
+    lines = text.strip().splitlines()
+    if len(lines) > MOST_RANKS or text.count(",") > MOST_CELLS:
+        raise PlanError(f"it has more than {MOST_RANKS} ranks or {MOST_CELLS} cells: too many to be proven")
+    rows = [[*_cells(rank, line)] for rank, line in enumerate(lines)]
     steps: list[list[Step]] = [[cell for cell in row if not isinstance(cell, Beside)] for row in rows]
     actions = [action for row in steps for action in parts(row)]
     ranks, stages = len(rows), 1 + max((a.stage for a in actions), default=-1)
@@ -93,10 +101,12 @@ def _cells(rank: int, line: str) -> Iterator[Cell]:
         if found is not None:
             yield Beside(int(found[1]), found[2], int(found[3] or -1))
         elif text:
-            try:
-                yield from read_actions(rank, [text])
-            except PlanError:
-                raise PlanError(f"line {rank + 1}, cell {number + 1}: {text!r} is not known") from None
+            steps = list[Step]()
+            with suppress(PlanError):
+                steps = [*read_actions(rank, [text])]
+            if not steps:
+                raise PlanError(f"line {rank + 1}, cell {number + 1}: {shown(text)} is not known")
+            yield from steps
 
 
 class Value(NamedTuple):
@@ -133,7 +143,9 @@ class _File:
                     self.messages[cell].append((rank, at))
         self.owner = {action.stage: rank for action, (rank, _) in self.actions.items()}
         self.values = [*self._values()]
-        self.users = {value.user: [v for v in self.values if v.user == value.user] for value in self.values}
+        self.users: defaultdict[Action, list[Value]] = defaultdict(list)
+        for value in self.values:
+            self.users[value.user].append(value)
 
     def _values(self) -> Iterator[Value]:
         makers = {("F" if a.kind == "F" else "B", a.stage, a.microbatch): a for a in self.actions if a.kind != "W"}
@@ -187,9 +199,12 @@ def _queues(file: _File) -> Iterator[str]:
         sorted((m for m in file.messages if m.verb.startswith(verb)), key=lambda m: file.messages[m][0])
         for verb in ("SEND", "RECV")
     )
-    for pair in sorted({file.pair(m) for m in sends}):
-        queues = [[m for m in each if file.pair(m) == pair] for each in (sends, recvs)]
-        for out, into in zip(*queues, strict=True):
+    queues: defaultdict[tuple[int, int], tuple[list[Beside], list[Beside]]] = defaultdict(lambda: ([], []))
+    for at, each in enumerate((sends, recvs)):
+        for message in each:
+            queues[file.pair(message)][at].append(message)
+    for pair in sorted(queues):
+        for out, into in zip(*queues[pair], strict=True):
             if taken[out] != into:
                 yield f"rank {pair[0]} sends {out} to rank {pair[1]} when that takes {into}: messages have no tags"
                 break

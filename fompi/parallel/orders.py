@@ -23,20 +23,22 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any, NamedTuple
 
-from fompi.base.errors import PlanError
+from fompi.base.errors import LayoutError, PlanError, quoted
+from fompi.base.file_checks import decoded, read
 from fompi.base.layout import integer
 from fompi.model.pipeline import SCHEDULES as SCHEDULES
 from fompi.model.pipeline import has_chunks, placement_of, rank_of, stages_of
 
 KINDS = "FBIW"
 
-_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 BOTH = "OVERLAP_F_B"
 """The kind of a forward and a backward side by side, as PyTorch calls it."""
 
-_BOTH = re.compile(rf"\((.*);(.*)\){BOTH}")
+_BOTH = re.compile(rf"\(([^();]+);([^();]+)\){BOTH}")
 
 _LEFT_OUT = re.compile(r"\d*(SEND|RECV)_[FB]\d*|\d*(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 """What PyTorch's files list beside the actions: messages, which follow from the actions, and the shards of FSDP."""
@@ -119,6 +121,8 @@ def placement_in(orders: Sequence[Sequence[Step]], chunks: int) -> str:
     """Where the stages of an order lie: "v" if they are there and not in a loop, else "loop"."""
     ranks = len(orders)
     every = [{action.stage for action in parts(steps)} for steps in orders]
+    if sum(map(len, every)) < ranks * chunks:  # some are missing, maybe very many
+        return "loop"
     in_v = [{*stages_of(rank, ranks, chunks, "v")} for rank in range(ranks)]
     return "v" if every == in_v and ranks > 1 and chunks > 1 else "loop"
 
@@ -287,11 +291,13 @@ def _own(schedule: object) -> Orders:
     if isinstance(schedule, str):
         if schedule.endswith(".csv") and "\n" not in schedule:
             try:
-                schedule = Path(schedule).read_text()
-            except OSError as error:
+                schedule = decoded(read(Path(schedule)))
+            except (OSError, LayoutError) as error:
                 raise PlanError(f"the order {schedule!r} cannot be read: {error}") from error
         elif not _ACTION.search(schedule):
-            raise PlanError(f"unknown schedule {schedule!r}; known: {', '.join(SCHEDULES)}, or an order of your own")
+            raise PlanError(
+                f"unknown schedule {quoted(schedule, SCHEDULES)}; known: {', '.join(SCHEDULES)}, or an own order"
+            )
         schedule = [line.split(",") for line in schedule.strip().splitlines()]
     listed: list[Any] = [*schedule] if isinstance(schedule, Iterable) else [None]
     if any(isinstance(actions, str) or not isinstance(actions, Iterable) for actions in listed):
@@ -308,13 +314,16 @@ def read_actions(rank: int, actions: Iterable[object]) -> Iterable[Step]:
         text = "" if given is None else str(given).strip().strip('"')
         both = _BOTH.fullmatch(text)
         if both is not None:
-            yield Both(*parts(read_actions(rank, both.groups())))
+            steps = [*read_actions(rank, both.groups())]
+            if len(steps) != 2:  # one of them is left out
+                raise PlanError(f"rank {rank}: {text!r} is not two actions", rank, number, text)
+            yield Both(*parts(steps))
             continue
         if not text or _LEFT_OUT.fullmatch(text):  # PyTorch writes an empty cell for a step without an action
             continue
         found = _ACTION.fullmatch(text)
         if found is None:
-            raise PlanError(f"rank {rank}: {text!r} is not an action, such as 2F0", rank, number, text)
+            raise PlanError(f"rank {rank}: {shown(text)} is not an action, such as 2F0", rank, number, text)
         yield Action(int(found[1]), found[2], int(found[3]))
 
 
@@ -347,7 +356,8 @@ def check(orders: Sequence[Sequence[Step]], ranks: int, microbatches: int, chunk
             if why:
                 raise PlanError(f"rank {rank}, action {number}, {action}: {why}", rank, number, str(action))
             seen.add(action)
-        for stage in stages_of(rank, ranks, chunks, where):
+        # Of a file there may be very many stages. The first one that is missing ends this.
+        for stage in range(rank, stages, ranks) if where == "loop" else stages_of(rank, ranks, chunks, where):
             for i in range(microbatches):
                 split = Action(stage, "I", i) in seen or Action(stage, "W", i) in seen
                 for kind in "FIW" if split else "FB":

@@ -22,7 +22,7 @@ from fompi.backends.base import Backend
 from fompi.backends.cuda import backend_of
 from fompi.backends.numbers import for_numpy, place
 from fompi.backends.numpy import Numpy
-from fompi.base.errors import DtypeError, PlanError, ShapeError, StateError, TensorError
+from fompi.base.errors import DtypeError, PlanError, ShapeError, StateError, TensorError, quoted
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.parallel.arrays import borrow_any, lent
@@ -173,7 +173,7 @@ class Pipeline:
         """Raise PlanError if a stage of this rank lacks a method that the order calls."""
         kinds = {kernel.name for kernel in self.plan.kernels}
         if self.framework not in FRAMEWORKS:
-            raise PlanError(f"framework={self.framework!r} must be one of {', '.join(FRAMEWORKS)}")
+            raise PlanError(f"framework={quoted(self.framework, FRAMEWORKS)} must be one of {', '.join(FRAMEWORKS)}")
         if not callable(self.loss):
             raise PlanError(f"loss={self.loss!r} must be a function of y and a target")
         for number, stage in self._by_number.items():

@@ -11,7 +11,7 @@ import numpy as np
 
 from fompi.backends.numbers import constant, contiguous
 from fompi.base.differences import detail
-from fompi.base.errors import LayoutError, ShapeError
+from fompi.base.errors import LayoutError, ShapeError, quoted
 from fompi.base.layout import as_integer, integer, offsets, split
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_gather
@@ -49,7 +49,7 @@ class Sharding:
                 raise LayoutError(f"Sharding: {name}={getattr(self, name)!r} must be an integer >= {least}")
             object.__setattr__(self, name, value)
         if self.layout not in LAYOUTS:
-            raise LayoutError(f"Sharding: layout={self.layout!r} must be one of {', '.join(LAYOUTS)}")
+            raise LayoutError(f"Sharding: layout={quoted(self.layout, LAYOUTS)} must be one of {', '.join(LAYOUTS)}")
         object.__setattr__(self, "cu_seqlens", check_documents(self.cu_seqlens, self.length))
 
     @property

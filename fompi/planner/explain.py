@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import NamedTuple, NoReturn
 
 from fompi.base import html
-from fompi.base.errors import PlanError
+from fompi.base.errors import PlanError, meant
 from fompi.base.layout import Sizes
 from fompi.model.lower_bound import LowerBound, lower_bound
 from fompi.model.machine import Machine
@@ -187,6 +187,11 @@ class Explanation:
         gain = f"{unfused.seconds / best.seconds if best.seconds else 1.0:.2f}x as fast as {unfused.candidate}"
         if best.candidate in UNFUSED:
             gain = "no candidate with overlap is faster"
+        fastest = min((judged for judged in self.judged if judged.trace is not None), key=_seconds, default=best)
+        if fastest.shown != best.shown:
+            terms = roundings(self.problem, fastest.candidate.schedule)
+            why = f"rounds a term up to {terms} times" if self.problem.wire else "has more streams at the slow port"
+            gain += f"; {fastest.candidate} takes {1e3 * fastest.seconds:.3f} ms, but {why}"
         above = f"{100 * max(0.0, self.gap):.1f} % above the bound"
         return [
             head,
@@ -282,7 +287,9 @@ def explain(
     if schedules:
         names = sorted({candidate.schedule for candidate in listed})
         if missing := [name for name in schedules if name not in names]:
-            raise PlanError(f"{missing[0]} is no candidate here; the candidates are {', '.join(names)}")
+            raise PlanError(
+                f"{missing[0]} is no candidate here{meant(missing[0], names)}; the candidates are {', '.join(names)}"
+            )
         listed = [candidate for candidate in listed if candidate.schedule in schedules or candidate in UNFUSED]
     flaws = {c: flaw(partial(_plan, problem, sizes, c, at)) for c in listed if c.schedule in REGISTERED}
     refused = tuple((c, f"{type(error).__name__}: {error}") for c, error in flaws.items() if error is not None)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from fompi.base.errors import LayoutError
+from fompi.base.errors import LayoutError, quoted
 from fompi.base.layout import Partial, Replicate, Shard, Spec
 from fompi.model.lower_bound import call_seconds, rows_worked
 from fompi.model.machine import Machine
@@ -175,9 +175,9 @@ def step(model: str, parallel: str, ranks: int, machine: Machine, tokens: int) -
     parallelism, and for numbers out of range.
     """
     if model not in MODELS:
-        raise LayoutError(f"no model {model!r}; choose {', '.join(MODELS)}")
+        raise LayoutError(f"no model {quoted(model, MODELS)}; choose {', '.join(MODELS)}")
     if parallel not in PARALLEL:
-        raise LayoutError(f"no parallelism {parallel!r}; choose {', '.join(PARALLEL)}")
+        raise LayoutError(f"no parallelism {quoted(parallel, PARALLEL)}; choose {', '.join(PARALLEL)}")
     if not (1 <= ranks <= MOST_COUNT and 1 <= tokens <= MOST_COUNT):
         raise LayoutError(f"ranks={ranks}, tokens={tokens}: both must be from 1 to {MOST_COUNT}")
     sizes = MODELS[model]

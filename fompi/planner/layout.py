@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd, inf
 
-from fompi.base.errors import LayoutError
+from fompi.base.errors import LayoutError, quoted
 from fompi.base.layout import integer
-from fompi.model.machine import Machine
+from fompi.model.machine import NO_LIMIT, Machine
 from fompi.model.pipeline import SCHEDULES, has_chunks, has_formula
 from fompi.planner.layers import MODELS, Transformer
 from fompi.planner.step import AXES, COLUMNS, RECOMPUTE, Predicted, StepLayout, StepParts
@@ -28,6 +28,9 @@ USABLE = 0.9
 BATCH_TOKENS = 4 << 20
 """The tokens of a step, if no batch is given."""
 
+UNITS = (("days", 86400.0, 4e5), ("h", 3600.0, 1e4), ("s", 1.0, 1e2), ("ms", 1e-3, 0.0))
+"""The units of times: their seconds, and from how many seconds of a step on they are taken."""
+
 TOP = 10
 """How many layouts are shown."""
 
@@ -39,21 +42,28 @@ MOST_RANKS, MOST_MICROBATCH, MOST_CHUNKS = 1 << 20, 16, 8
 class Layouts:
     """The best layouts of a model on a machine, the fastest first. No two have the same sizes of the axes.
 
-    `tried` layouts were predicted, `left_out` others do not fit.
+    `tried` layouts were predicted, `left_out` others do not fit. `warning`: what the machine does not say.
     """
 
     title: str
     best: tuple[Predicted, ...]
     tried: int
     left_out: int
+    warning: str = ""
 
     @property
     def remark(self) -> str:
         """What the table does not show, in one line."""
-        return f"{self.tried} layouts predicted by formulas, {self.left_out} left out for want of memory"
+        return f"{self.tried} layouts predicted by formulas, {self.left_out} left out for want of memory{self.warning}"
+
+    @property
+    def table(self) -> list[tuple[str, ...]]:
+        """The heads of the columns, then a row for each layout. The unit of the times fits the fastest one."""
+        name, unit = next((name, unit) for name, unit, least in UNITS if self.best[0].seconds >= least)
+        return [(COLUMNS[0], name, *COLUMNS[2:]), *(each.row(unit) for each in self.best)]
 
     def __str__(self) -> str:
-        rows = [COLUMNS, *(each.row for each in self.best)]
+        rows = self.table
         widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
         lines = ["  ".join([*map(str.rjust, row[:-1], widths), row[-1]]) for row in rows]
         return "\n".join([self.title, *lines, self.remark])
@@ -112,7 +122,8 @@ def layouts(
     tokens = batch * sizes.sequence
     title = f"{name} on {ranks} rank{'s' * (ranks > 1)} of {machine.name}, {batch} sequences of {sizes.sequence} tokens"
     title += f", {tokens / 1e6:.1f} million tokens a step" + (f", messages in {wire}" if wire else "")
-    return Layouts(title, tuple(listed[:top]), tried, left_out)
+    unknown = f"; warning: {machine.name} does not say how much memory a rank has (`memory`), so all of them fit"
+    return Layouts(title, tuple(listed[:top]), tried, left_out, unknown * (machine.memory >= NO_LIMIT))
 
 
 def _order(made: Predicted) -> tuple[float, int, int, int]:
@@ -123,7 +134,7 @@ def _order(made: Predicted) -> tuple[float, int, int, int]:
 def _model_of(model: str | Transformer) -> tuple[str, Transformer]:
     if isinstance(model, str):
         if model not in MODELS:
-            raise LayoutError(f"no model {model!r}; choose {', '.join(MODELS)}, or give the sizes of your own")
+            raise LayoutError(f"no model {quoted(model, MODELS)}; choose {', '.join(MODELS)}, or sizes of your own")
         return model, MODELS[model]
     for name, value in model._asdict().items():
         least = 0 if name in ("experts", "top_k", "shared") else 1
@@ -146,10 +157,10 @@ def _check_fixed(fixed: dict[str, int | str]) -> None:
     texts = {"schedule": SCHEDULES, "recompute": RECOMPUTE}
     for name, value in fixed.items():
         if name not in FREE:
-            raise LayoutError(f"a layout has no {name!r}; it has {', '.join(FREE)}")
+            raise LayoutError(f"a layout has no {quoted(name, FREE)}; it has {', '.join(FREE)}")
         if name in texts:
             if value not in texts[name]:
-                raise LayoutError(f"{name}={value!r}; choose {', '.join(texts[name])}")
+                raise LayoutError(f"{name}={quoted(value, texts[name])}; choose {', '.join(texts[name])}")
         elif integer(value) is None or not (0 if name == "zero" else 1) <= int(value) <= (
             3 if name == "zero" else MOST_RANKS
         ):

@@ -137,13 +137,12 @@ class Predicted:
     def seconds(self) -> float:
         return self.compute + self.bubble + sum(self.exposed.values())
 
-    @property
-    def row(self) -> tuple[str, ...]:
-        """The cells of a table with the heads COLUMNS."""
+    def row(self, unit: float = 1e-3) -> tuple[str, ...]:
+        """The cells of a table with the heads COLUMNS. `unit`: that of the times, in seconds."""
         times = (self.seconds, self.compute, self.bubble, *(self.exposed[axis] for axis in AXES))
         rates = f"{self.flops_rate / 1e12:.3g}", f"{self.mfu:.1%}", f"{self.tokens_rate:,.0f}"
         memory = f"{self.memory.total / 1e9:.1f}"
-        return (str(self.layout), *(f"{1e3 * t:.1f}" for t in times), memory, *rates, self.layout.how)
+        return (str(self.layout), *(f"{t / unit:.1f}" for t in times), memory, *rates, self.layout.how)
 
 
 # -------------------------------------------------------------------------------------------------- the parts of a step

@@ -60,7 +60,7 @@ from hashlib import blake2b
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
-from fompi.base.errors import PlanError
+from fompi.base.errors import PlanError, quoted
 from fompi.base.wires import WIRES
 from fompi.plans.dependencies import divisor
 from fompi.plans.plan import Chunk, Compute
@@ -301,7 +301,7 @@ def find(name: str) -> Kernel:
         return _chain(name)
     count = divisor(name)
     if count is None:
-        raise PlanError(f"unknown kernel {name!r}; known: {', '.join(KERNELS)}, mean2, mean3, ...")
+        raise PlanError(f"unknown kernel {quoted(name, KERNELS)}; known: {', '.join(KERNELS)}, mean2, mean3, ...")
     return Kernel(2, 0, False, lambda a, b: mean_of(count, total(a, b)))
 
 

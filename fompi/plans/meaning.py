@@ -25,7 +25,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fompi.base import layout
-from fompi.base.errors import LayoutError
+from fompi.base.errors import LayoutError, quoted
 from fompi.base.layout import Partial, Replicate, Shard
 
 
@@ -103,7 +103,7 @@ def is_flat(operation: str) -> bool:
 def layouts(operation: str, count: int) -> list[layout.Layout]:
     """The layouts of the `count` global tensors that an operation takes: x, the weights, the operand h."""
     if operation not in MEANING:
-        raise LayoutError(f"unknown operation {operation!r}; known: {', '.join(MEANING)}")
+        raise LayoutError(f"unknown operation {quoted(operation, MEANING)}; known: {', '.join(MEANING)}")
     meaning = MEANING[operation]
     weights = count - 1 - (meaning.operand is not None)
     if weights != (meaning.weight is not None) and not (operation.endswith("_many") and weights > 0):

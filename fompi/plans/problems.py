@@ -9,7 +9,7 @@ from itertools import pairwise
 from operator import index
 from typing import Any, ClassVar, NamedTuple
 
-from fompi.base.errors import DtypeError, LayoutError, PlanError, ShapeError
+from fompi.base.errors import DtypeError, LayoutError, PlanError, ShapeError, quoted
 from fompi.base.layout import HALF, MOVED_ONLY, Sizes, Symbol, accumulator, offsets, split
 from fompi.base.wires import wire_of
 from fompi.plans.kernels import REDUCTIONS, Value
@@ -385,7 +385,7 @@ def order_of(order: Any) -> str:
         return str(order)
     if isinstance(order, str) and (order in ORDERS or Canonical.of(order)):
         return order
-    raise PlanError(f"order={order!r} must be one of {', '.join(map(repr, ORDERS))}, or fompi.Canonical(8)")
+    raise PlanError(f"order={quoted(order, ORDERS)} must be one of 'any', 'ranks', or fompi.Canonical(8)")
 
 
 def in_order(problem: Problem, order: str, rank: int = 0) -> Problem:
@@ -520,9 +520,9 @@ def problem(
     of them, and a weight has a matrix for each.
     """
     if operation not in MEANING:
-        raise LayoutError(f"unknown operation {operation!r}; known: {', '.join(MEANING)}")
+        raise LayoutError(f"unknown operation {quoted(operation, MEANING)}; known: {', '.join(MEANING)}")
     if op != "sum" and op not in tuple(REDUCTIONS):
-        raise LayoutError(f"{operation}: op={op!r} must be one of {', '.join(REDUCTIONS)}")
+        raise LayoutError(f"{operation}: op={quoted(op, REDUCTIONS)} must be one of {', '.join(REDUCTIONS)}")
     meaning = MEANING[operation]
     if not weights and is_flat(operation):
         row: tuple[int, ...] = ()  # each element is a row

@@ -11,7 +11,7 @@ from fompi.backends.base import Backend
 from fompi.backends.cuda import backend_of
 from fompi.backends.cuda.failures import OutOfMemory
 from fompi.backends.numpy import Numpy
-from fompi.base.errors import DeviceError, DtypeError, LaunchError, PlanError, ShapeError, TensorError
+from fompi.base.errors import DeviceError, DtypeError, LaunchError, PlanError, ShapeError, TensorError, quoted
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.mpi import environment
@@ -38,8 +38,8 @@ def check_tensors(plan: Plan, comm: Communicator, given: Mapping[str, Any], back
     borrowed = {name: borrow(value, name) for name, value in given.items()}
     cut(plan, borrowed, comm.rank)
     shapes = {name: tensor.array.shape for name, tensor in borrowed.items()}
-    if unknown := sorted(set(borrowed) - set(named)):
-        raise PlanError(f"{plan.problem.operation} has no tensor {unknown[0]!r}; it has {', '.join(named)}")
+    if unknown := min(set(borrowed) - set(named), default=""):
+        raise PlanError(f"{plan.problem.operation} has no tensor {quoted(unknown, named)}; it has {', '.join(named)}")
     if missing := [b.name for b in named.values() if b.is_input and b.name not in borrowed]:
         raise PlanError(f"bind({plan.problem.operation}) needs {', '.join(missing)}")
     sent = {c.buffer for op in program.ops if isinstance(op, (Send, Collective)) for c in op.reads}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fompi.backends.base import Backend
-from fompi.base.errors import PlanError, ShapeError, TensorError
+from fompi.base.errors import PlanError, ShapeError, TensorError, quoted
 from fompi.base.layout import CARRIERS, Sizes
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import digest
@@ -255,8 +255,8 @@ class BoundPlan:
             return self._forms[name]
         buffer = self.compiled.buffers.get(name)
         if buffer is None or buffer.role == "scratch":
-            known = (b.name for b in self.compiled.program.buffers if b.role != "scratch")
-            raise PlanError(f"{self.compiled.title} has no tensor {name!r}; it has {', '.join(known)}")
+            known = [b.name for b in self.compiled.program.buffers if b.role != "scratch"]
+            raise PlanError(f"{self.compiled.title} has no tensor {quoted(name, known)}; it has {', '.join(known)}")
         bound, mine = self._tensors.get(name), self._arrays[name]
         like, array = bound or self._like, mine if bound is None or bound.host is None else bound.host
         storage, is_contiguous = dlpack.STORAGE[buffer.dtype], array.flags.c_contiguous

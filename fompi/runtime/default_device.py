@@ -5,13 +5,13 @@ Inputs are copied to it, results are copied back.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from fompi.backends import cuda
 from fompi.backends.cuda import Device
+from fompi.base.errors import warn
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.mpi import environment, launcher, self_test, transport
@@ -51,7 +51,7 @@ def _is_gpu_aware() -> bool:
     reason = self_test.failure_once("cuda")
     if reason:
         claimed = f"the MPI library claims to take memory of GPUs ({claim.source})"
-        warnings.warn(f"{claimed}, but {reason}: messages go through the host", UserWarning, stacklevel=2)
+        warn(f"{claimed}, but {reason}: messages go through the host")
     return not reason
 
 

@@ -18,7 +18,6 @@ import json
 import os
 import socket
 import sys
-import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -32,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.base import Backend
-from fompi.base.errors import ArgumentError, OverlapWarning
+from fompi.base.errors import ArgumentError, OverlapWarning, warn
 from fompi.base.layout import Extents
 from fompi.base.log import log
 from fompi.engine.communicator import Communicator
@@ -336,7 +335,7 @@ class Report:
             shown = {"full": full_text, "short": short_text}.get(self.target, text)
             print(shown(whole), file=sys.stderr, flush=True)
         for message in overlap_warnings(whole):
-            warnings.warn(message, OverlapWarning, stacklevel=1)
+            warn(message, OverlapWarning)
 
     def _on_one_clock(self, traces: Mapping[int, str | None], hosts: Sequence[str]) -> Trace:
         """The newest calls of all ranks. Ranks of one host have one clock; those of others must have been compared."""

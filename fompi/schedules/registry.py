@@ -19,6 +19,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -30,7 +31,7 @@ from typing import Any
 
 from fompi.base.differences import detail
 from fompi.base.doors import DOORS
-from fompi.base.errors import PlanError
+from fompi.base.errors import PlanError, meant
 from fompi.base.layout import NATIVE_SUMS, Sizes, Slices, integer
 from fompi.plans.encoded import encoded
 from fompi.plans.meaning import MEANING
@@ -292,8 +293,12 @@ def can_carry_out(schedule: str, operation: str, size: int, dtype: str = "float3
 
 def alternatives(problem: Problem, schedule: str) -> str:
     """The end of an error message: why the problem does not have this schedule, if known, and which ones it has."""
-    why = ""
-    if not _takes(problem, schedule):
+    why, listed = "", ["auto", *available(problem)]
+    name = re.split(r"\W", schedule)[0]
+    if schedule not in SCHEDULES and group_size(schedule) == 1:
+        is_cut = name != schedule and (name in SCHEDULES or "slice" in schedule)
+        why = ": slices are given beside it, --slices 4 or slices=4" if is_cut else meant(schedule, listed)
+    elif not _takes(problem, schedule):
         why = ": it does not know experts" if schedule in REGISTERED else ": a rank without experts takes no part"
     elif not carries_wire(problem, schedule):
         of = "" if schedule in WITHOUT_WIRE else ": a sum of some ranks may be infinite there, though the mean is not"
@@ -307,7 +312,7 @@ def alternatives(problem: Problem, schedule: str) -> str:
         why = f": MPI libraries do not sum {problem.dtype} {rule}"
     elif group_size(schedule) > 1 and problem.size % group_size(schedule):
         why = f": {problem.size} ranks cannot be divided into groups of {group_size(schedule)}"
-    return f"{why}; choose auto, {', '.join(available(problem))}"
+    return f"{why}; choose {', '.join(listed)}"
 
 
 def fingerprint() -> str:

@@ -12,7 +12,7 @@ import torch
 from torch.nn import init
 
 from fompi.base.differences import detail
-from fompi.base.errors import DtypeError, LayoutError, PlanError, ShapeError, TensorError
+from fompi.base.errors import DtypeError, LayoutError, PlanError, ShapeError, TensorError, quoted
 from fompi.base.layout import integer, offsets
 from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
@@ -159,6 +159,6 @@ def is_positive(n: Any) -> bool:
 
 def check_activation(activation: str, features: int | None = None) -> None:
     if activation not in ACTIVATIONS:
-        raise PlanError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
+        raise PlanError(f"activation={quoted(activation, ACTIVATIONS)} must be one of {', '.join(ACTIVATIONS)}")
     if features is not None and activation == "swiglu" and features % 2:
         raise ShapeError(f"swiglu halves the features: out_features={features} is odd")

@@ -127,7 +127,15 @@ WRONG = {
     "plan all_gather_matmul 512x64 64 --ranks 4": "w needs the shape (64, n), not (64,)",
     "plan all_gather_matmul 512x64 63x256 --ranks 4": "w needs the shape (64, n)",
     "plan all_gather_matmul 512xa 64x256 --ranks 4": "'512xa' is not a shape like 4096x1024",
-    "plan all_gather_matmul 512x-4 64x256 --ranks 4": "integers >= 0",
+    "plan all_gather_matmul 512x-4 64x256 --ranks 4": "'512x-4': sizes must be positive (integers >= 0)",
+    "plan all_gather 64x4 --ranks 4 --schedule rign": "no schedule 'rign' for all_gather (did you mean ring?); choose ",
+    "plan all_gather 64x4 --ranks 4 --schedule ring(slices=0)": "slices are given beside it, --slices 4 or slices=4",
+    "plan all_gather 64x4 --ranks 4 --machine gigabti": "no machine 'gigabti' (did you mean gigabit?)",
+    "plan all_gather 64x4 --ranks 4 --wire int9": "wire='int9' (did you mean int8?)",
+    "explain all_gather 64x4 --ranks 4 --schedule rign": "rign is no candidate here (did you mean ring?)",
+    "layout --ranks 8 --model lama-8b": "no model 'lama-8b' (did you mean llama-8b?)",
+    "layout --ranks 8 --recompute sellective": "recompute='sellective' (did you mean selective?)",
+    "try 64x64 65x64": "a shape is M,K,N",
     "plan all_gather 64x4 --ranks 0": "ranks=0 must be an integer from 1 to",
     "plan all_gather 64x4 --ranks -2": "ranks=-2",
     "plan all_gather 64x4 --ranks 4 --schedule hierarchical(3)": "4 ranks cannot be divided into groups of 3; choose ",
@@ -138,7 +146,7 @@ WRONG = {
     "plan all_to_all 64x4 --ranks 4 --schedule ring": "no schedule 'ring' for all_to_all; choose auto, unfused",
     "plan all_reduce 64 --ranks 4 --dtype bfloat16 --schedule sliced": "do not sum bfloat16 in float32",
     "plan all_reduce 64 --ranks 4 --dtype bool": "bool cannot be summed",
-    f"plan {GATHER} --dtype float31": "unknown dtype 'float31'; known: float64",
+    f"plan {GATHER} --dtype float31": "unknown dtype 'float31' (did you mean float32?); known: float64",
     f"plan {GATHER} --slices 0": "slices=0 must be an integer >= 1",
     f"plan {GATHER} --slices 1,x": "--slices takes a number, or sizes in proportion, for example 1,2,4, not '1,x'",
     f"plan {GATHER} --window 0": "window=0 must be an integer >= 1",
@@ -174,6 +182,7 @@ MISSPELT = {
     "trace nowhere.json": "nowhere.json: No such file or directory",
     "trace README.md": "README.md is no report of a job: FOMPI_REPORT=run.json writes one",
     "info --yaml": "unrecognized arguments: --yaml",
+    "plan all_gather 64x4 --ranks 4 --scheduel ring": "--scheduel ring: did you mean --schedule?",
 }
 
 
@@ -194,6 +203,26 @@ def test_an_error_of_the_arguments_is_one_line(arguments):
     _, error = run(*arguments.split(), status=2)
     assert error.startswith("python -m fompi") and error.count("\n") == 1, error
     assert MISSPELT[arguments] in error and "--help` lists the options)" in error
+
+
+def test_both_forms_of_a_shape():
+    two, one = "all_gather_matmul 64x32 32x16 --ranks 2", "all_gather_matmul 64,32,16 --ranks 2"
+    assert run("plan", *two.split()) == run("plan", *one.split())
+
+
+def test_the_best_and_the_fastest():
+    """A wire: fewer roundings may be better than a little less time, and it says so."""
+    text, _ = run("explain", "all_reduce", "40960x4096", "--ranks", 8, "--wire", "int8")
+    best = text.splitlines()[1]
+    assert re.search(
+        r"best: direct, .*; bidirectional, 16 slices takes [\d.]+ ms, but rounds a term up to 8 times$", best
+    )
+
+
+def test_a_layout_on_a_machine_without_memory():
+    text, _ = run("layout", "--ranks", 8, "--top", 1)
+    _, heads, _, remark = text.splitlines()
+    assert heads.split()[9] == "days" and "warning: gigabit does not say how much memory a rank has" in remark
 
 
 def test_a_file_that_holds_no_machine(tmp_path):

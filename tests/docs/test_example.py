@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import job
 import pytest
-from tiny_model import TOKENS, write
+from tiny_model import CONFIG, OTHERS, TOKENS, write
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 MAIN_JOB = FOLDER / "tp_mlp.py"
@@ -82,7 +83,7 @@ def test_an_example_is_short_and_says_its_idea_first(example):
         THREE_AXES: 80,
         ULYSSES: 80,
         WHOLE_STEP: 150,
-        GENERATE: 250,
+        GENERATE: 390,
         SAME_BITS: 65,
     }.get(example, 60)
     assert ast.get_docstring(ast.parse(text)).splitlines()[0].endswith(".")
@@ -129,6 +130,65 @@ def test_generate(mpirun, tmp_path, start):
     if start == "2":  # samples do not depend on the number of ranks
         sampled = [mpirun(n, *program, "--temperature", "0.8", seconds=60).stdout.splitlines()[0] for n in (1, 2)]
         assert sampled[0] == sampled[1] != f"tokens: {TOKENS}"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("number", range(len(OTHERS)))
+def test_generate_reads_what_changes_the_tokens(tmp_path, number):
+    changes, tokens = OTHERS[number]
+    write(tmp_path, **changes)
+    done = job.run([sys.executable, GENERATE, tmp_path, "--ids", "1,5,7,9,11,2,3", "--tokens", "12"], 50)
+    assert f"tokens: {tokens}\n" in done.stdout, done.output
+
+
+REFUSED_KEYS = {
+    "rope_scaling": {"type": "yarn", "factor": 4.0},
+    "rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale": 0.7},
+    "sliding_window": 4,
+    "quantization_config": {"bits": 4},
+    "embedding_multiplier": 12.0,
+    "final_logit_softcapping": 30.0,
+    "partial_rotary_factor": 0.5,
+    "hidden_act": "gelu",
+    "attention_bias": True,
+    "tie_word_embeddings": True,
+    "model_type": "gemma",
+    "a_key_of_tomorrow": True,
+}
+REFUSED_OPTIONS = {
+    "--ids 1,5,700": "tokens are from 0 to 100",
+    "--ids a,b": "--ids 'a,b': give the numbers of tokens",
+    "--ids 1 --temperature -1": "--temperature and --seed 0 or more",
+    "--ids 1 --temperature nan": "--temperature and --seed 0 or more",
+    "--ids 1 --temperature inf": "--temperature and --seed 0 or more",
+    "--ids 1 --tokens 0": "--tokens must be 1 or more",
+    "--prompt hi": "tokenizer",
+    "": "give --prompt or --ids",
+}
+ALL_REFUSED = """
+import json, pathlib, runpy, sys
+program, folder, cases, config = sys.argv[1], pathlib.Path(sys.argv[2]), *map(json.loads, sys.argv[3:])
+for key, value, words in cases:
+    (folder / "config.json").write_text(json.dumps({**config, key: value} if key else config))
+    sys.argv = [program, str(folder), *words.split()]
+    try:
+        runpy.run_path(program, run_name="__main__")
+    except SystemExit as end:
+        assert end.code == 2
+"""
+
+
+@pytest.mark.timeout(100)
+def test_generate_refuses_in_one_line(mpirun, tmp_path):
+    """Keys that are not read, by name, and options; one line of the first rank for each."""
+    write(tmp_path)
+    cases = [(key, value, "--ids 1") for key, value in REFUSED_KEYS.items()]
+    cases += [("", None, words) for words in REFUSED_OPTIONS]
+    done = mpirun(2, "-c", ALL_REFUSED, GENERATE, tmp_path, json.dumps(cases), json.dumps(CONFIG), seconds=90)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("generate.py: ")]
+    assert len(lines) == len(cases) and "Traceback" not in done.output, done.output
+    for wanted, line in zip([*REFUSED_KEYS, *REFUSED_OPTIONS.values()], lines, strict=True):
+        assert wanted.replace("rope_parameters", "rope_scaling (rope_parameters)") in line
 
 
 # ------------------------------------------------------------------------------------------------ the main job

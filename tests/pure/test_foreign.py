@@ -116,3 +116,26 @@ def test_reasons():
     ):
         with pytest.raises(ScheduleError, match=re.escape(words)):
             msccl.read(text)
+
+
+def test_files_that_no_memory_holds():
+    """A chunk that is added to itself has 2**n terms; numbers, encodings and sizes are refused in one sentence."""
+    double = '<step s="{}" type="re" srcbuf="i" srcoff="0" dstbuf="i" dstoff="0" cnt="1" depid="-1" deps="-1"/>'
+    text = '<algo coll="allreduce" ngpus="1" nchunksperloop="{}"><gpu id="0" i_chunks="1" o_chunks="1"><tb id="0" '
+    text += 'send="-1" recv="-1">' + "".join(map(double.format, range(64))) + "</tb></gpu></algo>"
+    assert "nothing writes it" in check(msccl.read(text.format(1).encode("utf-16"))).reasons[0]
+    with pytest.raises(ScheduleError, match="too many to be proven"):
+        check(
+            msccl.read(
+                text.format(1 << 20).replace('cnt="1"', 'cnt="1048576"').replace('_chunks="1"', '_chunks="1048576"')
+            )
+        )
+    for wrong in (
+        '<?xml version="1.0" encoding="klingon"?><algo/>',
+        '<?xml version="1.0" encoding="shift_jis"?><algo/>',
+    ):
+        with pytest.raises(ScheduleError, match="no XML"):
+            msccl.read(wrong.encode())
+    with pytest.raises(ScheduleError, match=r"ngpus='9999\d+\.\.\.\d+' must be an integer") as found:
+        msccl.read(text.replace('ngpus="1"', f'ngpus="{"9" * 5000}"').format(1))
+    assert len(str(found.value)) < 100

@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from fompi.base.errors import PlanError
+from fompi.base.file_checks import decoded
 from fompi.parallel.order_files import is_order, judge
 from fompi.parallel.orders import Action, needs, order, parts
 
@@ -203,3 +204,26 @@ def test_what_is_not_known_is_said_by_name():
         judge("0F0,0B0\n1F0,1B0,1Q0\n")
     assert judge("0UNSHARD,0F0,0B0,0REDUCE_GRAD,0RESHARD\n").is_right
     assert judge('"0F0",,0B0\n').is_right  # an empty cell is a step without an action
+
+
+def test_numbers_that_no_memory_holds():
+    """Judged or refused at once: the first stage or micro-batch that is missing ends it."""
+    for text, words in (("0F0,0B0,999999999F0", "1F0 is missing"), ("0F0,0B0,0F999999999", "0F1 is missing")):
+        assert words in judge(text).reasons[0]
+    for text in (
+        "1000000000F0",
+        f"0F{'9' * 5000}",
+        f"0SEND_F{'9' * 5000}",
+        "(0F0;)OVERLAP_F_B",
+        f"0F0,({';' * 100_000}",
+    ):
+        with pytest.raises(PlanError, match=r"is not known$"):
+            judge(text)
+    with pytest.raises(PlanError, match="too many to be proven"):
+        judge("0F0\n" * 5000)
+
+
+def test_files_of_any_encoding():
+    text = "0F0,0B0\n1F0,1B0\n"
+    for encoding in ("utf-8", "utf-8-sig", "utf-16"):
+        assert is_order(decoded(text.encode(encoding))) and judge(decoded(text.encode(encoding))).is_right

@@ -16,7 +16,6 @@ CUDA says what it means of several GPUs by the current device of a thread: `use`
 from __future__ import annotations
 
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import prod
@@ -36,7 +35,7 @@ from fompi.backends.cuda.memory import OUT_OF_MEMORY, Lease, Opened, Pool, Slab
 from fompi.backends.cuda.products import product
 from fompi.backends.cuda.staging import HostMark, Marked, Staging
 from fompi.backends.half import storage
-from fompi.base.errors import DeviceError, FompiError, in_words
+from fompi.base.errors import DeviceError, FompiError, in_words, warn
 from fompi.tensors import dlpack
 from fompi.tensors.device_array import DeviceArray
 
@@ -484,7 +483,7 @@ class CudaDevice(Staging):
             return None
         except Exception as error:
             self.check()
-            warnings.warn(f"products are not announced, because the kernel fails: {in_words(error)}", stacklevel=2)
+            warn(f"products are not announced, because the kernel fails: {in_words(error)}")
             return None
         keep = products, made.tables, made.signals  # without `made`: nothing here may wait for the garbage collector
         made.launch = self._in_order(products[0].name, [made.launch], keep)

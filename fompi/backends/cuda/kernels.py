@@ -40,7 +40,7 @@ import numpy as np
 from fompi.backends.base import Dtypes
 from fompi.backends.cuda.device import Arrays
 from fompi.backends.cuda.products import Matrix
-from fompi.base.errors import DeviceError, DtypeError, ShapeError
+from fompi.base.errors import DeviceError, DtypeError, ShapeError, quoted
 from fompi.base.wires import RUN, WIDE, WIRES
 from fompi.plans.dependencies import divisor
 from fompi.plans.kernels import DECODE_ADD, ENCODE, OF_WIRES, find
@@ -134,7 +134,7 @@ def launches(
     if name in OF_WIRES:
         return _of_wire(name, reads, writes[0], read_dtypes, write_dtypes[0])
     if name not in BY_ROWS:
-        raise DeviceError(f"there is no kernel {name!r} for a device; there are {', '.join(NAMES)}")
+        raise DeviceError(f"there is no kernel {quoted(name, NAMES)} for a device; there are {', '.join(NAMES)}")
     if name == "rmsnorm":
         return _rmsnorm(reads, writes[0], (*read_dtypes[:2], *write_dtypes), eps)
     return BY_ROWS[name](reads, writes, read_dtypes, write_dtypes)
