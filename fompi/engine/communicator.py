@@ -126,10 +126,11 @@ class Communicator(Shared):
 
     `rank` and `size` are as in mpi4py. Messages of fompi use a duplicate of the MPI communicator. `close()`, or `with`,
     frees the duplicate. Raises MismatchError on all ranks if they have different versions of fompi or different
-    machines, and LayoutError if there is no machine of the name in FOMPI_MACHINE.
+    machines, and LayoutError if there is no machine of the name in FOMPI_MACHINE. With `seconds`, its waits last at
+    most so long without progress, in place of FOMPI_TIMEOUT.
     """
 
-    def __init__(self, comm: Any = None, name: str = "world", hosts: int = 0):
+    def __init__(self, comm: Any = None, name: str = "world", hosts: int = 0, seconds: float | None = None):
         origin = comm if isinstance(comm, Link) else mpi_communicator(comm)
         self.engine: Engine = attached_to_process(_make_engine)
         if self.engine.over:
@@ -140,9 +141,10 @@ class Communicator(Shared):
         if from_split:
             self.link = origin
         else:
-            self.link = connect(origin, self.engine.timeout, self.engine.progress, self.engine.departure)
+            self.link = connect(origin, seconds or self.engine.timeout, self.engine.progress, self.engine.departure)
         self.name, self.rank, self.size = name, self.link.rank, self.link.size
         self.channel = Channel(self.link, self.engine, name)
+        self.channel.timeout = seconds  # for the agreement below, too
         self.channel.counts = self.begun_with
         self.plans: dict[Any, Any] = {}  # the compiled programs of unbound calls (`fompi.ops.pending`)
         self.tickets: dict[Any, Any] = {}  # unbound calls that run in C, by form (`fompi.ops.ticket`)

@@ -24,7 +24,7 @@ def _series(stamp: int) -> int:
     return stamp >> CALL_BITS if stamp >> 62 else 0
 
 
-FAILED, ACKNOWLEDGED, FATAL, LEFT, GONE, DYING, ASK, ANSWER, COMPARE, DIFFERS, STOPPED, ENDED = range(12)
+FAILED, ACKNOWLEDGED, FATAL, LEFT, GONE, DYING, ASK, ANSWER, COMPARE, DIFFERS, STOPPED, ENDED, FELL = range(13)
 """The kinds of control messages.
 
 | kind           | the sender                                                                             |
@@ -41,6 +41,7 @@ FAILED, ACKNOWLEDGED, FATAL, LEFT, GONE, DYING, ASK, ANSWER, COMPARE, DIFFERS, S
 | `DIFFERS`      | has abandoned this call, because ranks have called it with other labels or counts      |
 | `STOPPED`      | has ended the work in the text by an error: it starts no new call that belongs to it   |
 | `ENDED`        | has ended the section of calls that began with this one, or answers: counts in `Ended` |
+| `FELL`         | ends because of the error in the text: it finishes no call, and waits for nobody       |
 """
 
 _HEADER = struct.Struct("<iqiiI")  # kind, stamp, sender, the rank that wrote the text, bytes of the text
@@ -102,6 +103,7 @@ class Channel:
         self.failures: dict[int, tuple[FompiError, bool]] = {}  # stamp -> (error, fatal), before the call began here
         self.departed: dict[int, str] = {}  # rank -> what it said when it left
         self.gone: set[int] = set()
+        self.fallen: set[int] = set()  # ranks that are gone by an error, which their parent reports
         self.is_left = False  # True once this rank has left a `with` block by an error; others may have closed
         self.dying: set[int] = set()
         self.stopped: dict[int, tuple[str, str]] = {}  # rank -> the work that it has stopped, and why
@@ -178,6 +180,10 @@ class Channel:
                 self.active[stamp].acknowledged(sender)
         elif kind == LEFT:
             self.departed[origin] = text
+        elif kind == FELL:
+            self.departed[origin] = text
+            self.gone.add(origin)
+            self.fallen.add(origin)
         elif kind == GONE:
             self.gone.add(origin)
         elif kind == DYING:

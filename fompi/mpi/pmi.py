@@ -28,7 +28,7 @@ from math import inf
 from time import perf_counter, sleep
 from typing import Protocol
 
-from fompi.base.errors import LaunchError, WaitTimeout
+from fompi.base.errors import FompiError, LaunchError, WaitTimeout
 from fompi.mpi import launcher
 
 LONGEST_PAUSE = 0.05
@@ -77,42 +77,69 @@ def meet(store: KeyValueStore, rank: int, size: int, node: str, library: str, se
     The store may have the keys of an earlier job: a launcher that restarts its processes may keep it. So every rank
     brings a ticket that no other process has, and takes part in the job whose list has its ticket.
     Raises WaitTimeout after `seconds`, which names the ranks that are missing, and LaunchError if the ranks have loaded
-    different MPI libraries.
+    different MPI libraries, mean different numbers of ranks, or two of them are the same rank.
     """
-    ticket = [uuid.uuid4().hex, node, library]
+    ticket = [uuid.uuid4().hex, node, library, str(size)]
     everyone: list[list[str]] = [[] for _ in range(size)]
-    everyone[rank], name, own = ticket, "", json.dumps(ticket)
+    everyone[rank], name, own, was_refused = ticket, "", json.dumps(ticket), False
+    objection = ""
     if rank == 0:
         name = uuid.uuid4().hex
         store.set(f"{name}/0", own)
         store.set("job", name)
 
+    def joined(latest: str) -> None:
+        """This rank takes part in the job of this name, or objects to it. It may be an earlier one: it goes on."""
+        nonlocal name, was_refused, objection
+        name, was_refused, objection = latest, store.check([f"{latest}/refused"]), ""
+        other = json.loads(store.get(f"{name}/0"))[-1]
+        if other != ticket[-1]:
+            objection = f"rank 0 is one of {other} ranks, but rank {rank} one of {size}: give all the same number"
+        elif store.add(f"{name}/came/{rank}", 1) > 1:
+            objection = f"two processes are rank {rank} of {size}: give each a rank of its own"
+        if objection:
+            object_to(store, objection)
+        store.set(f"{name}/{rank}", own)
+
     def all_are_here() -> bool:
-        nonlocal name, everyone
+        nonlocal everyone
+        latest = store.get("job").decode() if store.check(["job"]) else ""
         if rank == 0:
+            if latest != name:
+                object_to(store, "two processes are rank 0: give each a rank of its own")
+            if latest != name or store.check([f"{name}/objection"]):
+                words = store.get(f"{latest}/objection")
+                store.set(f"{name}/refused", words.decode())
+                sleep(4 * LONGEST_PAUSE)  # this rank may serve the store: the others read that
+                raise LaunchError(f"MPI does not start: {words.decode()}")
             for r in range(size):
                 if not everyone[r] and store.check([f"{name}/{r}"]):
                     everyone[r] = json.loads(store.get(f"{name}/{r}"))
             return all(everyone)
-        if not store.check(["job"]):
-            return False
-        latest = store.get("job").decode()
-        if latest != name:
-            name = latest
-            store.set(f"{name}/{rank}", own)
-        if not store.check([f"{name}/all"]):
+        if latest and latest != name:
+            joined(latest)
+        if name and not was_refused and store.check([f"{name}/refused"]):
+            raise LaunchError(f"MPI does not start: {store.get(f'{name}/refused').decode()}")
+        if not name or not store.check([f"{name}/all"]):
             return False
         everyone = json.loads(store.get(f"{name}/all"))
         return len(everyone) == size and everyone[rank] == ticket
 
-    if not _waited(all_are_here, seconds):
+    try:
+        met = _waited(all_are_here, seconds)
+    except FompiError:
+        raise
+    except Exception as error:
+        why = objection or f"the store in which the ranks meet is gone, perhaps with the process that serves it: {error}"
+        raise LaunchError(f"rank {rank} of {size} cannot start MPI: {why}") from error
+    if not met:
         # If there is a list of all ranks, it is that of an earlier job: rank 0 has begun no other one.
         is_earlier = not name or store.check([f"{name}/all"])
         missing = [] if is_earlier else [str(r) for r in range(size) if not store.check([f"{name}/{r}"])]
         missing = missing or ["0"]
         raise WaitTimeout(
-            f"rank {rank} of {size} waited {seconds:g} s (FOMPI_TIMEOUT) for rank{'s' * (len(missing) > 1)} "
-            f"{', '.join(missing)} to start MPI: every process of the job must use fompi"
+            f"rank {rank} of {size} waited {launcher.in_seconds(seconds)} for rank{'s' * (len(missing) > 1)} "
+            f"{', '.join(missing)} to start MPI: {objection or 'every process of the job must use fompi'}"
         )
     if rank == 0:
         store.set(f"{name}/all", json.dumps(everyone))
@@ -123,6 +150,13 @@ def meet(store: KeyValueStore, rank: int, size: int, node: str, library: str, se
             f"rank 0 has loaded {libraries[0]}, but rank {other} {libraries[other]}: give all hosts the same MPI"
         )
     return PmiJob(store, name, rank, tuple(words[1] for words in everyone))
+
+
+def object_to(store: KeyValueStore, words: str, seconds: float = 0.0) -> None:
+    """Tell rank 0 why the job that begins here, within `seconds`, cannot start. It tells the others."""
+    with suppress(Exception):  # the store is gone, and so is the job
+        if _waited(lambda: store.check(["job"]), seconds):
+            store.set(f"{store.get('job').decode()}/objection", words)
 
 
 def _waited(is_done: Callable[[], bool], seconds: float) -> bool:
@@ -239,7 +273,7 @@ class Bridge:
             job.store.set(opened, "1")
         elif not _waited(lambda: job.store.check([opened]), self._seconds):
             raise WaitTimeout(
-                f"MPI_Init waited {self._seconds:g} s (FOMPI_TIMEOUT) for all ranks: "
+                f"MPI_Init waited {launcher.in_seconds(self._seconds)} for all ranks: "
                 f"{job.store.add(arrived, 0)} of {job.size} have come"
             )
 
