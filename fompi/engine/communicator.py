@@ -19,6 +19,7 @@ from fompi.base.version import __version__
 from fompi.engine import faults, native
 from fompi.engine.control import CALL_BITS, GONE, LAST_CALL, LEFT, STOPPED, Channel
 from fompi.engine.engine import SPINS, Engine
+from fompi.engine.frames import called
 from fompi.engine.handshake import VALUE_BITS, agree, digest
 from fompi.engine.pickled import Shared, remember
 from fompi.engine.port import Queued, part_nbytes
@@ -141,7 +142,8 @@ class Communicator(Shared):
         if from_split:
             self.link = origin
         else:
-            self.link = connect(origin, seconds or self.engine.timeout, self.engine.progress, self.engine.departure)
+            limit, engine = seconds or self.engine.timeout, self.engine
+            self.link = connect(origin, limit, engine.progress, engine.departure, called)
         self.name, self.rank, self.size = name, self.link.rank, self.link.size
         self.channel = Channel(self.link, self.engine, name)
         self.channel.timeout = seconds  # for the agreement below, too

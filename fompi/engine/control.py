@@ -11,7 +11,7 @@ from fompi.base.errors import FompiError, MismatchError, PeerError, text_of
 from fompi.base.layout import Sizes, integer
 from fompi.engine.engine import Engine
 from fompi.engine.tasks import ANYONE, CONTROL, ControlChannel, Sent, Task
-from fompi.mpi.link import Link
+from fompi.mpi.link import ANSWER_SECONDS, NO_ANSWER, Link
 
 CALL_BITS = 24
 """The bits of the stamp of a bound call that count the calls of its operation."""
@@ -51,15 +51,6 @@ _NBYTES = 2048
 
 MOST_MARKS = 128
 """At most this many labels and counts are remembered. Calls before them are not compared."""
-
-ANSWER_SECONDS = 1.0
-"""How long a rank waits for answers before it raises a WaitTimeout. A rank inside fompi answers within milliseconds."""
-
-_NO_ANSWER = (
-    "it computes outside fompi, is stopped or dead, or cannot be reached. Check that its process runs, and that the "
-    "link to its host is up. A larger FOMPI_TIMEOUT waits longer"
-)
-
 
 Counts = Callable[[int], tuple[int, int, int]]
 """Of a rank: the last call here, and how many messages of strategies go to it and come (`Communicator.begun_with`)."""
@@ -336,7 +327,7 @@ class Channel:
         """That this rank does not answer, and which other ranks do not answer either."""
         others = set(range(self.link.size)) - {self.link.rank, rank} - self._answers.keys() - self.departed.keys()
         also = f" (nor does rank {', '.join(map(str, sorted(others)))})" if others else ""
-        return f"root cause: rank {rank} does not answer{also}: {_NO_ANSWER}"
+        return f"root cause: rank {rank} does not answer{also}: {NO_ANSWER}"
 
     def _chain(self, peer: int, what: str) -> Sequence[str]:
         """Follow the answers from rank to rank."""

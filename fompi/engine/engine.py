@@ -360,12 +360,12 @@ class Engine(InFlight):
             if not task.finished and task.moved_at == moved_at:  # no progress during `explain` either
                 channel.fail(task, WaitTimeout(text))
 
-    def departure(self, world_ranks: Sequence[int]) -> PeerError | None:
-        """An error if one of these ranks has left, so that they can never create a communicator together."""
+    def departure(self, world_ranks: Sequence[int], what: Callable[[], str]) -> PeerError | None:
+        """An error if one of these ranks has left, so that they can never start `what()` together."""
         for channel in self.channels:
             for rank, words in list(channel.departed.items()):
                 if channel.link.world_ranks[rank] in world_ranks:
-                    text = f"rank {channel.link.rank} waits for all ranks to create a communicator, but {words}"
+                    text = f"rank {channel.link.rank} waits for rank {rank} to start {what()}, but {words}"
                     return PeerError(text, rank)
         return None
 

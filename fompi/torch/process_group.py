@@ -849,7 +849,16 @@ def _meet_members(ranks: Sequence[int], tag: int, seconds: float) -> int:
     note = np.array([zlib.crc32(what.encode()), tag])
     sends = [] if here == root else [world._start(messages.send, note, root, tag=MEETING)]
     receives = [world._start(messages.recv, rank, tag=MEETING) for rank in others]
-    Work(what, world.comm, [*sends, *receives]).wait(timedelta(seconds=seconds))
+    try:
+        Work(what, world.comm, [*sends, *receives]).wait(timedelta(seconds=seconds))
+    except dist.DistBackendError as error:
+        late = [str(rank) for rank, receive in zip(others, receives, strict=True) if not receive.done()]
+        if not late or not isinstance(error.__cause__, WaitTimeout):
+            raise
+        for receive in receives:
+            receive.give_up()
+        words = f"waited {launcher.in_seconds(seconds)} for rank {', '.join(late)} to call it: all ranks of it must"
+        raise in_words_of_torch(WaitTimeout(words), what) from error
     notes = [receive.result for receive in receives]
     other = [rank for rank, (group, _) in zip(others, notes, strict=True) if group != note[0]]
     if here == root:
