@@ -421,7 +421,7 @@ class Communicator(Shared):
             self.closed = self.channel.is_left = True
             words = f"rank {self.rank} left {self!r} by an error: {in_words(error or kind())}"
             with suppress(Exception):
-                self.channel.send_all(LEFT, 0, words)
+                self.channel.send_all(LEFT, self.channel.in_library[0], words)
 
     def __repr__(self) -> str:
         return f"Communicator({self.name!r}, rank {self.rank} of {self.size})"

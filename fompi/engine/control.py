@@ -93,6 +93,8 @@ class Channel:
         self.begun: dict[int, int] = {}  # series of calls -> the stamp of the last call that began on this rank
         self.failures: dict[int, tuple[FompiError, bool]] = {}  # stamp -> (error, fatal), before the call began here
         self.departed: dict[int, str] = {}  # rank -> what it said when it left
+        self.in_library = [0]  # how many collectives of `fompi.mpi.Comm` the MPI library has begun here
+        self.left_at: dict[int, int] = {}  # rank -> the same there, when it left
         self.gone: set[int] = set()
         self.fallen: set[int] = set()  # ranks that are gone by an error, which their parent reports
         self.is_left = False  # True once this rank has left a `with` block by an error; others may have closed
@@ -132,6 +134,11 @@ class Channel:
                 if peer != self.link.rank:
                     self.send(peer, kind, stamp, text)
 
+    def leave(self) -> None:
+        """Tell the other ranks that this one starts no new call, and finishes none any more."""
+        self.send_all(LEFT, self.in_library[0], f"rank {self.link.rank} ends; its last call was {self.engine.last_call}")
+        self.send_all(GONE, 0)
+
     def begin(self, stamp: int, task: Task) -> None:
         """From now on `task` does the call `stamp`."""
         self.active[stamp] = task
@@ -170,9 +177,9 @@ class Channel:
             if stamp in self.active:
                 self.active[stamp].acknowledged(sender)
         elif kind == LEFT:
-            self.departed[origin] = text
+            self.departed[origin], self.left_at[origin] = text, stamp
         elif kind == FELL:
-            self.departed[origin] = text
+            self.departed[origin], self.left_at[origin] = text, stamp
             self.gone.add(origin)
             self.fallen.add(origin)
         elif kind == GONE:
@@ -286,6 +293,15 @@ class Channel:
             return None
         rank = min(absent) if awaited[0] == ANYONE else awaited[0]
         return (rank, absent[rank]) if rank in absent else None
+
+    def absent_from(self, name: str, number: int) -> PeerError | None:
+        """An error if a rank has left before the collective `number` of the MPI library, `name`, which waits for it."""
+        self.engine.receive_control()
+        for rank, last in list(self.left_at.items()):
+            if last < number:
+                words = f"rank {self.link.rank} waits for rank {rank} to start {name} of the MPI library"
+                return PeerError(f"{words}, but {self.departed[rank]}", rank)
+        return None
 
     def explain(self, task: Task) -> str:
         """Which rank waits for which, from this rank to the root cause. Asks all other ranks."""

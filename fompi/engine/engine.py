@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Container, Sequence
+from contextlib import suppress
 from functools import partial
 from threading import RLock, local
 from time import perf_counter, sleep
@@ -255,6 +256,13 @@ class Engine(InFlight):
         self.after_finalize(FORKED)
         self.helper, self.lock = None, RLock()  # another thread may have held the lock
         self.progress = self.wait = self.receive_control = refuse  # type: ignore[method-assign]
+
+    def farewell(self) -> None:
+        """The program calls MPI_Finalize, which waits for the other ranks: they must not wait for this one."""
+        with suppress(Exception):
+            for channel in self.channels:
+                channel.leave()
+            self.poll_thoroughly()
 
     def after_finalize(self, why: str) -> None:
         """MPI ends. Calls are refused from now on, because MPI would end the process."""

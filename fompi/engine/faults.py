@@ -191,7 +191,7 @@ def _fall(engine: Engine, error: BaseException) -> None:
     if not finalized():
         cause = error.__context__ if isinstance(error, SystemExit) and error.__context__ is not None else error
         for channel in list(engine.channels):
-            channel.send_all(FELL, 0, f"rank {channel.link.rank} has ended by an error: {in_words(cause)}")
+            channel.send_all(FELL, channel.in_library[0], f"rank {channel.link.rank} has ended by an error: {in_words(cause)}")
         _drive(engine, lambda: True, LISTEN_SECONDS)
         if _follows(engine, error):
             sleep(DEFER_SECONDS)
@@ -211,7 +211,8 @@ def _leave(engine: Engine) -> None:
     broken = any(channel.broken is not None for channel in channels)  # perhaps other ranks cannot be reached
     seconds = min(engine.timeout, BROKEN_SECONDS) if broken else engine.timeout
     for channel in channels:
-        channel.send_all(LEFT, 0, f"rank {channel.link.rank} has ended; its last call was {engine.last_call}")
+        words = f"rank {channel.link.rank} has ended; its last call was {engine.last_call}"
+        channel.send_all(LEFT, channel.in_library[0], words)
     _drive(engine, lambda: any(channel.can_finish() for channel in _with_peers(channels)), seconds)
     for channel in channels:
         channel.send_all(GONE, 0)

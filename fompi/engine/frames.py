@@ -50,7 +50,8 @@ def called() -> str:
             name = frame.f_code.co_qualname.partition(".<locals>")[0].removesuffix(".__init__")
             names.append(name if operation is None else f"fompi.{operation.__name__}")
         frame = frame.f_back  # type: ignore[assignment]
-    return names[-1] if names else "fompi"
+    public = [name for name in names if not name.rpartition(".")[2].startswith("_")]
+    return [*names, *public, "fompi"][-2] if names else "fompi"
 
 
 def install() -> None:

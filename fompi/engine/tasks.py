@@ -182,5 +182,8 @@ class ControlChannel(Protocol):
     def fail(self, task: Task, error: Exception) -> None:
         """End `task` with `error` on all ranks."""
 
+    def leave(self) -> None:
+        """Tell the other ranks that this one does nothing any more."""
+
     def explain(self, task: Task) -> str:
         """Which rank waits for which, in words."""

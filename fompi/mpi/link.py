@@ -356,6 +356,7 @@ def _keyval(kind: str) -> int:
         if kind == "communicator":
             value.close()
         elif kind == "process":
+            value.farewell()
             value.after_finalize(ENDED)
 
     return int(start_mpi().Comm.Create_keyval(delete_fn=delete))
