@@ -135,8 +135,12 @@ class Channel:
                     self.send(peer, kind, stamp, text)
 
     def leave(self) -> None:
-        """Tell the other ranks that this one starts no new call, and finishes none any more."""
-        self.send_all(LEFT, self.in_library[0], f"rank {self.link.rank} ends; its last call was {self.engine.last_call}")
+        """Tell the other ranks that this one starts no new call."""
+        words = f"rank {self.link.rank} has ended; its last call was {self.engine.last_call}"
+        self.send_all(LEFT, self.in_library[0], words)
+
+    def go(self) -> None:
+        """Tell them that it finishes none any more, either."""
         self.send_all(GONE, 0)
 
     def begin(self, stamp: int, task: Task) -> None:
@@ -176,16 +180,13 @@ class Channel:
         elif kind == ACKNOWLEDGED:
             if stamp in self.active:
                 self.active[stamp].acknowledged(sender)
-        elif kind == LEFT:
+        elif kind in (LEFT, FELL):
             self.departed[origin], self.left_at[origin] = text, stamp
-        elif kind == FELL:
-            self.departed[origin], self.left_at[origin] = text, stamp
-            self.gone.add(origin)
-            self.fallen.add(origin)
-        elif kind == GONE:
-            self.gone.add(origin)
-        elif kind == DYING:
-            self.dying.add(origin)
+            if kind == FELL:
+                self.gone.add(origin)
+                self.fallen.add(origin)
+        elif kind in (GONE, DYING):
+            (self.gone if kind == GONE else self.dying).add(origin)
         elif kind == STOPPED:
             work, _, why = text.partition("\n")
             self.stopped[origin] = work, why

@@ -262,6 +262,7 @@ class Engine(InFlight):
         with suppress(Exception):
             for channel in self.channels:
                 channel.leave()
+                channel.go()
             self.poll_thoroughly()
 
     def after_finalize(self, why: str) -> None:

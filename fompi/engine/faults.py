@@ -20,7 +20,7 @@ from types import FrameType, TracebackType
 
 from fompi.base.at_exit import at_exit, failure
 from fompi.base.errors import PeerError, in_words
-from fompi.engine.control import DYING, FELL, GONE, LEFT, Channel
+from fompi.engine.control import DYING, FELL, Channel
 from fompi.engine.engine import Engine
 from fompi.engine.frames import DEFER_SECONDS, Hook, hook_of_program, show
 from fompi.mpi.link import abort, finalized, free_closed
@@ -191,7 +191,8 @@ def _fall(engine: Engine, error: BaseException) -> None:
     if not finalized():
         cause = error.__context__ if isinstance(error, SystemExit) and error.__context__ is not None else error
         for channel in list(engine.channels):
-            channel.send_all(FELL, channel.in_library[0], f"rank {channel.link.rank} has ended by an error: {in_words(cause)}")
+            words = f"rank {channel.link.rank} has ended by an error: {in_words(cause)}"
+            channel.send_all(FELL, channel.in_library[0], words)
         _drive(engine, lambda: True, LISTEN_SECONDS)
         if _follows(engine, error):
             sleep(DEFER_SECONDS)
@@ -211,11 +212,10 @@ def _leave(engine: Engine) -> None:
     broken = any(channel.broken is not None for channel in channels)  # perhaps other ranks cannot be reached
     seconds = min(engine.timeout, BROKEN_SECONDS) if broken else engine.timeout
     for channel in channels:
-        words = f"rank {channel.link.rank} has ended; its last call was {engine.last_call}"
-        channel.send_all(LEFT, channel.in_library[0], words)
+        channel.leave()
     _drive(engine, lambda: any(channel.can_finish() for channel in _with_peers(channels)), seconds)
     for channel in channels:
-        channel.send_all(GONE, 0)
+        channel.go()
     _drive(engine, lambda: bool(_not_gone(channels, False)), seconds)
     _drive(engine, lambda: bool(_not_gone(channels, True)), min(seconds, BROKEN_SECONDS))
     _drive(engine, lambda: engine.is_telling, min(seconds, BROKEN_SECONDS))  # this process may end slowly from here on

@@ -49,6 +49,8 @@ def called() -> str:
             operation = getattr(frame.f_locals.get("self"), "__wrapped__", None)
             name = frame.f_code.co_qualname.partition(".<locals>")[0].removesuffix(".__init__")
             names.append(name if operation is None else f"fompi.{operation.__name__}")
+        elif frame.f_code.co_name == "init_process_group":  # torch calls what makes its first group
+            names.append(frame.f_code.co_name)
         frame = frame.f_back  # type: ignore[assignment]
     public = [name for name in names if not name.rpartition(".")[2].startswith("_")]
     return [*names, *public, "fompi"][-2] if names else "fompi"

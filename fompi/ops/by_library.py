@@ -45,7 +45,7 @@ def most_started(name: str, network: bool) -> int:
 
 
 INSIDE: list[tuple[str, object, Channel | None]] = []
-"""The calls of the library in which threads are: name, something that no other call has, where a rank says it leaves."""
+"""The calls of the library in which threads are: a name, what no other call has, where ranks say that they leave."""
 
 LOOK_SECONDS = 0.25
 """How often the watch looks at the call that lasts."""

@@ -158,7 +158,7 @@ class Operation(Generic[P]):
             raise
 
     def _own(self, args: tuple[Any, ...], options: Any) -> Arguments:
-        """The Arguments, from all but what every call takes. Raises ArgumentError for what does not fit the signature."""
+        """The Arguments, without what every call takes. Raises ArgumentError for what does not fit the signature."""
         if any([isinstance(given, Communicator) for given in args]):
             raise ArgumentError(f"fompi.{self.name}: a communicator is given by its name: write comm=...")
         for name in options:

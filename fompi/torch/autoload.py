@@ -18,12 +18,12 @@ def register() -> None:
     if not distributed.is_available() or "fompi" in distributed.Backend.backend_list:
         return
     before = dict(distributed.Backend.default_device_backend_map)
-    distributed.Backend.register_backend("fompi", init_process_group, extended_api=True, devices=["cpu", "cuda"])
+    distributed.Backend.register_backend("fompi", _create, extended_api=True, devices=["cpu", "cuda"])
     distributed.Backend.default_device_backend_map.update(before)
     from fompi.torch import private
 
-    distributed.register_rendezvous_handler("fompi", init_method)
-    private.extend_env_method(init_method)
+    distributed.register_rendezvous_handler("fompi", _meet)
+    private.extend_env_method(_meet)
     if environment.value("FOMPI_REPORT") != "0":
         from fompi.torch import steps
 
@@ -34,10 +34,9 @@ def register() -> None:
         swap.swap()
 
 
-def init_process_group(*options: Any) -> Any:
-    """Make a group. If a rank does not come to the first one, the error has this name."""
+def _create(*options: Any) -> Any:
     return import_module("fompi.torch.process_group").create(*options)
 
 
-def init_method(*args: Any, **options: Any) -> Any:
+def _meet(*args: Any, **options: Any) -> Any:
     return import_module("fompi.torch.store").meet(*args, **options)
