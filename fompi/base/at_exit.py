@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing.util
+import sys
 from collections.abc import Callable
 
 
@@ -20,3 +21,12 @@ def at_exit(function: Callable[[], object]) -> None:
     atexit.register(once)
     if multiprocessing.parent_process() is not None:
         multiprocessing.util.Finalize(None, once, exitpriority=0)
+
+
+def failure() -> BaseException | None:
+    """The error by which a child of `multiprocessing` ends. None: it ends normally, or it is no such child.
+
+    What runs at its end runs before Python prints that error, and before the parent learns of it.
+    """
+    error = sys.exception() if multiprocessing.parent_process() is not None else None
+    return None if isinstance(error, SystemExit) and not error.code else error

@@ -20,6 +20,7 @@ from fompi.base.version import __version__
 from fompi.engine import faults, native
 from fompi.engine.control import CALL_BITS, GONE, LAST_CALL, LEFT, STOPPED, Channel
 from fompi.engine.engine import SPINS, Engine
+from fompi.engine.frames import called
 from fompi.engine.handshake import VALUE_BITS, agree, digest
 from fompi.engine.pickled import Shared, remember
 from fompi.engine.port import Queued, part_nbytes
@@ -132,10 +133,11 @@ class Communicator(Shared):
 
     `rank` and `size` are as in mpi4py. Messages of fompi use a duplicate of the MPI communicator. `close()`, or `with`,
     frees the duplicate. Raises MismatchError on all ranks if they have different versions of fompi or different
-    machines, and LayoutError if there is no machine of the name in FOMPI_MACHINE.
+    machines, and LayoutError if there is no machine of the name in FOMPI_MACHINE. With `seconds`, its waits last at
+    most so long without progress, in place of FOMPI_TIMEOUT.
     """
 
-    def __init__(self, comm: Any = None, name: str = "world", hosts: int = 0):
+    def __init__(self, comm: Any = None, name: str = "world", hosts: int = 0, seconds: float | None = None):
         origin = comm if isinstance(comm, Link) else mpi_communicator(comm)
         self.engine = engine_of_process()
         if self.engine.over:
@@ -146,9 +148,11 @@ class Communicator(Shared):
         if from_split:
             self.link = origin
         else:
-            self.link = connect(origin, self.engine.timeout, self.engine.progress, self.engine.departure)
+            limit, engine = seconds or self.engine.timeout, self.engine
+            self.link = connect(origin, limit, engine.progress, engine.departure, called)
         self.name, self.rank, self.size = name, self.link.rank, self.link.size
         self.channel = Channel(self.link, self.engine, name)
+        self.channel.timeout = seconds  # for the agreement below, too
         self.channel.comm = self
         self.plans: dict[Any, Any] = {}  # the compiled programs of unbound calls (`fompi.ops.pending`)
         self.tickets: dict[Any, Any] = {}  # unbound calls that run in C, by form (`fompi.ops.ticket`)
@@ -423,7 +427,7 @@ class Communicator(Shared):
             self.closed = self.channel.is_left = True
             words = f"rank {self.rank} left {self!r} by an error: {in_words(error or kind())}"
             with suppress(Exception):
-                self.channel.send_all(LEFT, 0, words)
+                self.channel.send_all(LEFT, self.channel.in_library[0], words)
 
     def __repr__(self) -> str:
         return f"Communicator({self.name!r}, rank {self.rank} of {self.size})"

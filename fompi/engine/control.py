@@ -11,7 +11,7 @@ from fompi.base.errors import FompiError, MismatchError, PeerError, text_of
 from fompi.base.layout import Sizes, integer
 from fompi.engine.engine import Engine
 from fompi.engine.tasks import ANYONE, CONTROL, ControlChannel, Sent, Task
-from fompi.mpi.link import Link
+from fompi.mpi.link import ANSWER_SECONDS, NO_ANSWER, Link
 
 CALL_BITS = 24
 """The bits of the stamp of a bound call that count the calls of its operation."""
@@ -24,7 +24,7 @@ def _series(stamp: int) -> int:
     return stamp >> CALL_BITS if stamp >> 62 else 0
 
 
-FAILED, ACKNOWLEDGED, FATAL, LEFT, GONE, DYING, ASK, ANSWER, COMPARE, DIFFERS, STOPPED, ENDED = range(12)
+FAILED, ACKNOWLEDGED, FATAL, LEFT, GONE, DYING, ASK, ANSWER, COMPARE, DIFFERS, STOPPED, ENDED, FELL = range(13)
 """The kinds of control messages.
 
 | kind           | the sender                                                                             |
@@ -41,6 +41,7 @@ FAILED, ACKNOWLEDGED, FATAL, LEFT, GONE, DYING, ASK, ANSWER, COMPARE, DIFFERS, S
 | `DIFFERS`      | has abandoned this call, because ranks have called it with other labels or counts      |
 | `STOPPED`      | has ended the work in the text by an error: it starts no new call that belongs to it   |
 | `ENDED`        | has ended the section of calls with this key, or answers: counts in `Ended`            |
+| `FELL`         | ends because of the error in the text: it finishes no call, and waits for nobody       |
 """
 
 _HEADER = struct.Struct("<iqiiI")  # kind, stamp, sender, the rank that wrote the text, bytes of the text
@@ -50,15 +51,6 @@ _NBYTES = 2048
 
 MOST_MARKS = 128
 """At most this many labels and counts are remembered. Calls before them are not compared."""
-
-ANSWER_SECONDS = 1.0
-"""How long a rank waits for answers before it raises a WaitTimeout. A rank inside fompi answers within milliseconds."""
-
-_NO_ANSWER = (
-    "it computes outside fompi, is stopped or dead, or cannot be reached. Check that its process runs, and that the "
-    "link to its host is up. A larger FOMPI_TIMEOUT waits longer"
-)
-
 
 ORDINAL_BITS = 20
 """The key of a section: its first call, and in the low bits which one it is of shared sections before that call."""
@@ -101,7 +93,10 @@ class Channel:
         self.begun: dict[int, int] = {}  # series of calls -> the stamp of the last call that began on this rank
         self.failures: dict[int, tuple[FompiError, bool]] = {}  # stamp -> (error, fatal), before the call began here
         self.departed: dict[int, str] = {}  # rank -> what it said when it left
+        self.in_library = [0]  # how many collectives of `fompi.mpi.Comm` the MPI library has begun here
+        self.left_at: dict[int, int] = {}  # rank -> the same there, when it left
         self.gone: set[int] = set()
+        self.fallen: set[int] = set()  # ranks that are gone by an error, which their parent reports
         self.is_left = False  # True once this rank has left a `with` block by an error; others may have closed
         self.dying: set[int] = set()
         self.stopped: dict[int, tuple[str, str]] = {}  # rank -> the work that it has stopped, and why
@@ -140,6 +135,15 @@ class Channel:
                 if peer != self.link.rank:
                     self.send(peer, kind, stamp, text)
 
+    def leave(self) -> None:
+        """Tell the other ranks that this one starts no new call."""
+        words = f"rank {self.link.rank} has ended; its last call was {self.engine.last_call}"
+        self.send_all(LEFT, self.in_library[0], words)
+
+    def go(self) -> None:
+        """Tell them that it finishes none any more, either."""
+        self.send_all(GONE, 0)
+
     def begin(self, stamp: int, task: Task) -> None:
         """From now on `task` does the call `stamp`."""
         self.active[stamp] = task
@@ -177,12 +181,13 @@ class Channel:
         elif kind == ACKNOWLEDGED:
             if stamp in self.active:
                 self.active[stamp].acknowledged(sender)
-        elif kind == LEFT:
-            self.departed[origin] = text
-        elif kind == GONE:
-            self.gone.add(origin)
-        elif kind == DYING:
-            self.dying.add(origin)
+        elif kind in (LEFT, FELL):
+            self.departed[origin], self.left_at[origin] = text, stamp
+            if kind == FELL:
+                self.gone.add(origin)
+                self.fallen.add(origin)
+        elif kind in (GONE, DYING):
+            (self.gone if kind == GONE else self.dying).add(origin)
         elif kind == STOPPED:
             work, _, why = text.partition("\n")
             self.stopped[origin] = work, why
@@ -292,6 +297,15 @@ class Channel:
         rank = min(absent) if awaited[0] == ANYONE else awaited[0]
         return (rank, absent[rank]) if rank in absent else None
 
+    def absent_from(self, name: str, number: int) -> PeerError | None:
+        """An error if a rank has left before the collective `number` of the MPI library, `name`, which waits for it."""
+        self.engine.receive_control()
+        for rank, last in list(self.left_at.items()):
+            if last < number:
+                words = f"rank {self.link.rank} waits for rank {rank} to start {name} of the MPI library"
+                return PeerError(f"{words}, but {self.departed[rank]}", rank)
+        return None
+
     def explain(self, task: Task) -> str:
         """Which rank waits for which, from this rank to the root cause. Asks all other ranks."""
         self.asking = True
@@ -332,7 +346,7 @@ class Channel:
         """That this rank does not answer, and which other ranks do not answer either."""
         others = set(range(self.link.size)) - {self.link.rank, rank} - self._answers.keys() - self.departed.keys()
         also = f" (nor does rank {', '.join(map(str, sorted(others)))})" if others else ""
-        return f"root cause: rank {rank} does not answer{also}: {_NO_ANSWER}"
+        return f"root cause: rank {rank} does not answer{also}: {NO_ANSWER}"
 
     def _chain(self, peer: int, what: str) -> Sequence[str]:
         """Follow the answers from rank to rank."""

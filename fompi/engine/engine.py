@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Container, Sequence
+from contextlib import suppress
 from functools import partial
 from threading import RLock, local
 from time import perf_counter, sleep
@@ -256,6 +257,14 @@ class Engine(InFlight):
         self.helper, self.lock = None, RLock()  # another thread may have held the lock
         self.progress = self.wait = self.receive_control = refuse  # type: ignore[method-assign]
 
+    def farewell(self) -> None:
+        """The program calls MPI_Finalize, which waits for the other ranks: they must not wait for this one."""
+        with suppress(Exception):
+            for channel in self.channels:
+                channel.leave()
+                channel.go()
+            self.poll_thoroughly()
+
     def after_finalize(self, why: str) -> None:
         """MPI ends. Calls are refused from now on, because MPI would end the process."""
 
@@ -360,12 +369,12 @@ class Engine(InFlight):
             if not task.finished and task.moved_at == moved_at:  # no progress during `explain` either
                 channel.fail(task, WaitTimeout(text))
 
-    def departure(self, world_ranks: Sequence[int]) -> PeerError | None:
-        """An error if one of these ranks has left, so that they can never create a communicator together."""
+    def departure(self, world_ranks: Sequence[int], what: Callable[[], str]) -> PeerError | None:
+        """An error if one of these ranks has left, so that they can never start `what()` together."""
         for channel in self.channels:
             for rank, words in list(channel.departed.items()):
                 if channel.link.world_ranks[rank] in world_ranks:
-                    text = f"rank {channel.link.rank} waits for all ranks to create a communicator, but {words}"
+                    text = f"rank {channel.link.rank} waits for rank {rank} to start {what()}, but {words}"
                     return PeerError(text, rank)
         return None
 

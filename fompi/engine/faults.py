@@ -18,13 +18,13 @@ from contextlib import suppress
 from time import perf_counter, sleep
 from types import FrameType, TracebackType
 
-from fompi.base.at_exit import at_exit
-from fompi.base.errors import PeerError
-from fompi.engine.control import DYING, GONE, LEFT, Channel
+from fompi.base.at_exit import at_exit, failure
+from fompi.base.errors import PeerError, in_words
+from fompi.engine.control import DYING, FELL, Channel
 from fompi.engine.engine import Engine
 from fompi.engine.frames import DEFER_SECONDS, Hook, hook_of_program, show
 from fompi.mpi.link import abort, finalized, free_closed
-from fompi.mpi.transport import world
+from fompi.mpi.transport import end_without_others, world
 
 LISTEN_SECONDS = 0.1
 """How long an ending rank waits for messages of other ranks that are ending too."""
@@ -61,7 +61,8 @@ def install(engine: Engine) -> None:
 
     def leave() -> None:
         if os.getpid() == process:
-            _leave(engine)
+            error = failure()
+            _leave(engine) if error is None else _fall(engine, error)
 
     sys.excepthook, threading.excepthook = uncaught, uncaught_in_thread
     at_exit(leave)
@@ -156,7 +157,7 @@ def _is_first(engine: Engine) -> bool:
 
 def _follows(engine: Engine, error: BaseException | None) -> bool:
     """True if `error` was caused by the error of another rank, and that rank is still there to report it."""
-    departed = {rank for channel in engine.channels for rank in list(channel.departed)}
+    departed = {rank for channel in engine.channels for rank in list(channel.departed) if rank not in channel.fallen}
     seen: list[BaseException] = []  # `raise a from b` can close a circle
     while error is not None and error not in seen:
         if isinstance(error, PeerError) and error.origin not in departed:
@@ -182,6 +183,22 @@ def _listen(engine: Engine, seconds: float) -> None:
             sleep(1e-3)
 
 
+def _fall(engine: Engine, error: BaseException) -> None:
+    """The end of a child of `multiprocessing` by an error. Its parent hears of it afterwards, so it waits for nobody.
+
+    The other ranks get an error that quotes this one. An error that follows from theirs is not the first that is heard.
+    """
+    if not finalized():
+        cause = error.__context__ if isinstance(error, SystemExit) and error.__context__ is not None else error
+        for channel in list(engine.channels):
+            words = f"rank {channel.link.rank} has ended by an error: {in_words(cause)}"
+            channel.send_all(FELL, channel.in_library[0], words)
+        _drive(engine, lambda: True, LISTEN_SECONDS)
+        if _follows(engine, error):
+            sleep(DEFER_SECONDS)
+        _close(engine)
+
+
 def _leave(engine: Engine) -> None:
     """The normal end of a rank, in three steps.
 
@@ -195,21 +212,27 @@ def _leave(engine: Engine) -> None:
     broken = any(channel.broken is not None for channel in channels)  # perhaps other ranks cannot be reached
     seconds = min(engine.timeout, BROKEN_SECONDS) if broken else engine.timeout
     for channel in channels:
-        channel.send_all(LEFT, 0, f"rank {channel.link.rank} has ended; its last call was {engine.last_call}")
+        channel.leave()
     _drive(engine, lambda: any(channel.can_finish() for channel in _with_peers(channels)), seconds)
     for channel in channels:
-        channel.send_all(GONE, 0)
+        channel.go()
     _drive(engine, lambda: bool(_not_gone(channels, False)), seconds)
     _drive(engine, lambda: bool(_not_gone(channels, True)), min(seconds, BROKEN_SECONDS))
     _drive(engine, lambda: engine.is_telling, min(seconds, BROKEN_SECONDS))  # this process may end slowly from here on
     if broken and (unreachable := _not_gone(channels, False)):
         ranks = f"rank{'s' * (len(unreachable) > 1)} {', '.join(map(str, sorted(unreachable)))}"
         end_job(f"rank {world()[0]} ends the job: {ranks} cannot be reached at exit", 1)  # MPI would wait for ever
-    for channel in channels:
+    if any(channel.fallen for channel in channels):
+        end_without_others()
+    _close(engine)
+    _drive(engine, free_closed, LISTEN_SECONDS)
+
+
+def _close(engine: Engine) -> None:
+    for channel in list(engine.channels):
         channel.close()
     if engine.helper is not None:
         engine.helper.stop()
-    _drive(engine, free_closed, LISTEN_SECONDS)
 
 
 def _not_gone(channels: Sequence[Channel], is_left: bool) -> set[int]:

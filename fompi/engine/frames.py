@@ -41,6 +41,21 @@ DEFER_SECONDS = 1.0
 """How long a rank delays its traceback if another rank should print one. That rank normally ends the job first."""
 
 
+def called() -> str:
+    """What the program has called, of fompi: "fompi.all_reduce", "Mesh". For errors: it walks through all frames."""
+    frame, names = sys._getframe(1), list[str]()
+    while frame is not None and frame.f_code.co_filename.startswith(_OTHERS):
+        if frame.f_code.co_filename.startswith(_OWN):
+            operation = getattr(frame.f_locals.get("self"), "__wrapped__", None)
+            name = frame.f_code.co_qualname.partition(".<locals>")[0].removesuffix(".__init__")
+            names.append(name if operation is None else f"fompi.{operation.__name__}")
+        elif frame.f_code.co_name == "init_process_group":  # torch calls what makes its first group
+            names.append(frame.f_code.co_name)
+        frame = frame.f_back  # type: ignore[assignment]
+    public = [name for name in names if not name.rpartition(".")[2].startswith("_")]
+    return [*names, *public, "fompi"][-2] if names else "fompi"
+
+
 def install() -> None:
     """Show what nobody catches, before there is a communicator. Called by `import fompi`."""
     before = sys.excepthook

@@ -182,5 +182,11 @@ class ControlChannel(Protocol):
     def fail(self, task: Task, error: Exception) -> None:
         """End `task` with `error` on all ranks."""
 
+    def leave(self) -> None:
+        """Tell the other ranks that this one starts no new call."""
+
+    def go(self) -> None:
+        """Tell them that it finishes none any more, either."""
+
     def explain(self, task: Task) -> str:
         """Which rank waits for which, in words."""

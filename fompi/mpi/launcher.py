@@ -432,6 +432,11 @@ def timeout() -> float:
     return float(environment.value("FOMPI_TIMEOUT"))
 
 
+def in_seconds(seconds: float) -> str:
+    """A deadline in words. If it is not that of FOMPI_TIMEOUT, the program has given it."""
+    return f"{seconds:g} s" + " (FOMPI_TIMEOUT)" * (seconds == timeout())
+
+
 def cores_beside_other_hosts() -> float:
     """The cores per rank where several emulated hosts share one machine's cores (`fompi.lab`), else infinity."""
     return float(os.environ.get("NETLAB_CORES_PER_RANK", "inf"))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from fompi.base.errors import LaunchError, PeerError, StateError, WaitTimeout
+from fompi.mpi.launcher import in_seconds
 from fompi.mpi.transport import start_mpi, unlink_segments
 
 Array = np.ndarray[Any, Any]
@@ -171,35 +172,83 @@ def _made(make: Callable[[], Any]) -> Any:
         ) from error
 
 
+ARRIVED_TAG = 32748
+"""A tag on the communicator of the program, which MPI guarantees. Nothing is sent before a deadline."""
+
+ANSWER_SECONDS = 1.0
+"""How long a rank waits for answers before it raises a WaitTimeout. A rank inside fompi answers within milliseconds."""
+
+NO_ANSWER = (
+    "it computes outside fompi, is stopped or dead, or cannot be reached. Check that its process runs, and that the "
+    "link to its host is up. A larger FOMPI_TIMEOUT waits longer"
+)
+
+
 def connect(
-    comm: Any, timeout: float, progress: Callable[[], bool], find_departed: Callable[[list[int]], PeerError | None]
+    comm: Any,
+    timeout: float,
+    progress: Callable[[], bool],
+    find_departed: Callable[[list[int], Callable[[], str]], PeerError | None],
+    what: Callable[[], str],
 ) -> Link:
     """A Link of the ranks of `comm`. Collective.
 
-    While this rank waits for the others it calls `progress()`. It also calls `find_departed(world ranks)`, which
-    returns an error if one of these ranks has ended. Raises that error, or WaitTimeout after `timeout` seconds.
+    While this rank waits for the others it calls `progress()`. It also calls `find_departed(world ranks, what)`,
+    which returns an error if one of these ranks has ended. Raises that error, or WaitTimeout after `timeout` seconds.
+    It names the ranks that have not come, and what they should call.
 
     The first Link of all ranks removes the names of MPI's shared memory.
     """
     duplicate, request = _made(comm.Idup)
-    members = world_ranks(comm)
-    begun = perf_counter()
+    members, here = world_ranks(comm), {comm.Get_rank()}
+    begun, end = perf_counter(), perf_counter() + timeout
     while not _made(request.Test):
         if progress():
             continue
         sleep(PAUSE_SECONDS)
-        waited = perf_counter() - begun
-        error = find_departed(members) if waited > 0.2 else None
+        error = find_departed(members, what) if perf_counter() - begun > 0.2 else None
         if error is not None:
             raise error
-        if waited > timeout:
-            raise WaitTimeout(
-                f"rank {comm.Get_rank()} of {comm.Get_size()} waited {timeout:g} s (FOMPI_TIMEOUT) for all ranks "
-                "to create a communicator"
-            )
+        _hear(comm, here)
+        if perf_counter() > end:
+            if perf_counter() - begun > timeout + ANSWER_SECONDS:
+                raise WaitTimeout(_missing(comm, here, timeout, what()))
+            for rank in range(comm.Get_size()):
+                if rank != comm.Get_rank():
+                    _tell(comm, rank, is_question=True)
+            end = begun + timeout + ANSWER_SECONDS
     if sorted(members) == list(range(start_mpi().COMM_WORLD.Get_size())):  # all ranks have arrived here
         unlink_segments()
     return _with_blocking(duplicate)
+
+
+def _tell(comm: Any, rank: int, is_question: bool) -> None:
+    """Tell a rank that this one has come. A question: has that rank?"""
+    comm.Isend(bytes([is_question]), rank, ARRIVED_TAG).Free()  # small enough to be sent at once
+
+
+def _hear(comm: Any, here: set[int]) -> None:
+    """Note the ranks that say that they have come, and answer them."""
+    MPI = start_mpi()
+    status, word = MPI.Status(), bytearray(1)
+    while (message := comm.Improbe(MPI.ANY_SOURCE, ARRIVED_TAG, status)) is not None:
+        message.Recv(word)
+        here.add(status.Get_source())
+        if word[0]:
+            _tell(comm, status.Get_source(), is_question=False)
+
+
+def _missing(comm: Any, here: set[int], timeout: float, what: str) -> str:
+    """The text of the error."""
+    late = [rank for rank in range(comm.Get_size()) if rank not in here]
+    ranks = f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
+    why = f"{ranks} {'do' if len(late) > 1 else 'does'} not answer: {NO_ANSWER}"
+    if not late:
+        ranks, why = "the others", "all ranks have come, but some of them have given up"
+    return (
+        f"no progress for {in_seconds(timeout)}: rank {comm.Get_rank()} waits for {ranks} to start "
+        f"{what}, the first call; root cause: {why}"
+    )
 
 
 def of_members(ranks: Sequence[int], tag: int) -> Any:
@@ -307,6 +356,7 @@ def _keyval(kind: str) -> int:
         if kind == "communicator":
             value.close()
         elif kind == "process":
+            value.farewell()
             value.after_finalize(ENDED)
 
     return int(start_mpi().Comm.Create_keyval(delete_fn=delete))

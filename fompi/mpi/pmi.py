@@ -28,7 +28,7 @@ from math import inf
 from time import perf_counter, sleep
 from typing import Protocol
 
-from fompi.base.errors import LaunchError, WaitTimeout
+from fompi.base.errors import FompiError, LaunchError, WaitTimeout
 from fompi.mpi import launcher
 
 LONGEST_PAUSE = 0.05
@@ -77,45 +77,21 @@ def meet(store: KeyValueStore, rank: int, size: int, node: str, library: str, se
     The store may have the keys of an earlier job: a launcher that restarts its processes may keep it. So every rank
     brings a ticket that no other process has, and takes part in the job whose list has its ticket.
     Raises WaitTimeout after `seconds`, which names the ranks that are missing, and LaunchError if the ranks have loaded
-    different MPI libraries.
+    different MPI libraries, mean different numbers of ranks, or two of them are the same rank.
     """
-    ticket = [uuid.uuid4().hex, node, library]
-    everyone: list[list[str]] = [[] for _ in range(size)]
-    everyone[rank], name, own = ticket, "", json.dumps(ticket)
-    if rank == 0:
-        name = uuid.uuid4().hex
-        store.set(f"{name}/0", own)
-        store.set("job", name)
-
-    def all_are_here() -> bool:
-        nonlocal name, everyone
-        if rank == 0:
-            for r in range(size):
-                if not everyone[r] and store.check([f"{name}/{r}"]):
-                    everyone[r] = json.loads(store.get(f"{name}/{r}"))
-            return all(everyone)
-        if not store.check(["job"]):
-            return False
-        latest = store.get("job").decode()
-        if latest != name:
-            name = latest
-            store.set(f"{name}/{rank}", own)
-        if not store.check([f"{name}/all"]):
-            return False
-        everyone = json.loads(store.get(f"{name}/all"))
-        return len(everyone) == size and everyone[rank] == ticket
-
-    if not _waited(all_are_here, seconds):
-        # If there is a list of all ranks, it is that of an earlier job: rank 0 has begun no other one.
-        is_earlier = not name or store.check([f"{name}/all"])
-        missing = [] if is_earlier else [str(r) for r in range(size) if not store.check([f"{name}/{r}"])]
-        missing = missing or ["0"]
-        raise WaitTimeout(
-            f"rank {rank} of {size} waited {seconds:g} s (FOMPI_TIMEOUT) for rank{'s' * (len(missing) > 1)} "
-            f"{', '.join(missing)} to start MPI: every process of the job must use fompi"
-        )
-    if rank == 0:
-        store.set(f"{name}/all", json.dumps(everyone))
+    meeting = _Meeting(store, rank, size, [uuid.uuid4().hex, node, library, str(size)])
+    try:
+        if not _waited(meeting.gather if rank == 0 else meeting.join, seconds):
+            raise WaitTimeout(
+                f"rank {rank} of {size} waited {launcher.in_seconds(seconds)} for {meeting.missing()} to start MPI: "
+                + (meeting.objection or "every process of the job must use fompi")
+            )
+    except FompiError:
+        raise
+    except Exception as error:
+        why = meeting.objection or f"the store is gone, perhaps with the process that serves it: {error}"
+        raise LaunchError(f"rank {rank} of {size} cannot start MPI: {why}") from error
+    name, everyone = meeting.name, meeting.everyone
     libraries = [words[2] for words in everyone]
     if len({*libraries}) > 1:
         other = next(r for r in range(size) if libraries[r] != libraries[0])
@@ -123,6 +99,86 @@ def meet(store: KeyValueStore, rank: int, size: int, node: str, library: str, se
             f"rank 0 has loaded {libraries[0]}, but rank {other} {libraries[other]}: give all hosts the same MPI"
         )
     return PmiJob(store, name, rank, tuple(words[1] for words in everyone))
+
+
+class _Meeting:
+    """One rank of `meet`. A rank that cannot take part objects, rank 0 refuses the job, and the others read that.
+
+    Nobody else acts on an objection: it may belong to an earlier job, of which rank 0 is gone.
+    """
+
+    def __init__(self, store: KeyValueStore, rank: int, size: int, ticket: list[str]):
+        self.store, self.rank, self.size, self.ticket = store, rank, size, ticket
+        self.name = self.objection = ""
+        self.everyone: list[list[str]] = [[] for _ in range(size)]
+        self._ignores_refusal = False  # it was there before this rank: perhaps of an earlier job
+        if rank == 0:
+            self.name, self.everyone[0] = uuid.uuid4().hex, ticket
+            store.set(self._key(0), json.dumps(ticket))
+            store.set("job", self.name)
+
+    def _key(self, *words: object) -> str:
+        return "/".join(map(str, (self.name, *words)))
+
+    def gather(self) -> bool:
+        """On rank 0: true once all tickets are here, and all ranks can read them."""
+        store, latest = self.store, self.store.get("job").decode()
+        if latest != self.name:
+            object_to(store, "two processes are rank 0: give each a rank of its own")
+        if latest != self.name or store.check([self._key("objection")]):
+            words = store.get(f"{latest}/objection").decode()
+            store.set(self._key("refused"), words)
+            sleep(4 * LONGEST_PAUSE)  # this rank may serve the store: the others read that
+            raise LaunchError(f"MPI does not start: {words}")
+        for r in range(self.size):
+            if not self.everyone[r] and store.check([self._key(r)]):
+                self.everyone[r] = json.loads(store.get(self._key(r)))
+        if not all(self.everyone):
+            return False
+        store.set(self._key("all"), json.dumps(self.everyone))
+        return True
+
+    def join(self) -> bool:
+        """On another rank: true once it is in the list of rank 0."""
+        store = self.store
+        if not store.check(["job"]):
+            return False
+        latest = store.get("job").decode()
+        if latest != self.name:
+            self.name = latest
+            self._enter()
+        if not self._ignores_refusal and store.check([self._key("refused")]):
+            raise LaunchError(f"MPI does not start: {store.get(self._key('refused')).decode()}")
+        if not store.check([self._key("all")]):
+            return False
+        self.everyone = json.loads(store.get(self._key("all")))
+        return len(self.everyone) == self.size and self.everyone[self.rank] == self.ticket
+
+    def _enter(self) -> None:
+        """Bring the ticket to the job that is the latest now, or object to it."""
+        store, size = self.store, self.ticket[-1]
+        self._ignores_refusal, self.objection = store.check([self._key("refused")]), ""
+        other = json.loads(store.get(self._key(0)))[-1]
+        if other != size:
+            self.objection = f"rank 0 is one of {other} ranks, but rank {self.rank} one of {size}: give all the same"
+        elif store.add(self._key("came", self.rank), 1) > 1:
+            self.objection = f"another process was rank {self.rank}: give each a rank of its own, a new job a new store"
+        if self.objection:
+            object_to(store, self.objection)
+        store.set(self._key(self.rank), json.dumps(self.ticket))
+
+    def missing(self) -> str:
+        """Who is awaited. If there is a list of all, it is of an earlier job: rank 0 has begun no other one."""
+        known = self.name and not self.store.check([self._key("all")])
+        ranks = [str(r) for r in range(self.size) if not self.store.check([self._key(r)])] if known else []
+        return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks or ['0'])}"
+
+
+def object_to(store: KeyValueStore, words: str, seconds: float = 0.0) -> None:
+    """Tell rank 0 why the job that begins here, within `seconds`, cannot start. It tells the others."""
+    with suppress(Exception):  # the store is gone, and so is the job
+        if _waited(lambda: store.check(["job"]), seconds):
+            store.set(f"{store.get('job').decode()}/objection", words)
 
 
 def _waited(is_done: Callable[[], bool], seconds: float) -> bool:
@@ -239,7 +295,7 @@ class Bridge:
             job.store.set(opened, "1")
         elif not _waited(lambda: job.store.check([opened]), self._seconds):
             raise WaitTimeout(
-                f"MPI_Init waited {self._seconds:g} s (FOMPI_TIMEOUT) for all ranks: "
+                f"MPI_Init waited {launcher.in_seconds(self._seconds)} for all ranks: "
                 f"{job.store.add(arrived, 0)} of {job.size} have come"
             )
 

@@ -20,7 +20,7 @@ from time import perf_counter, sleep
 from types import ModuleType
 from typing import Any
 
-from fompi.base.at_exit import at_exit
+from fompi.base.at_exit import at_exit, failure
 from fompi.base.doors import DOORS
 from fompi.base.errors import LaunchError
 from fompi.base.layout import MOST_NBYTES
@@ -77,7 +77,8 @@ def start_mpi() -> ModuleType:
     MPI = load_mpi()
     if not MPI.Is_initialized() and _is_bridged(MPI):
         launch = launcher.detect()
-        _start_bridged(MPI, DOORS.store_of_torchrun(launcher.timeout()), launch.rank or 0, launch.size or 1)
+        seconds = launcher.timeout()
+        _start_bridged(MPI, DOORS.store_of_torchrun(seconds), launch.rank or 0, launch.size or 1, seconds)
     elif not MPI.Is_initialized():
         _refuse_foreign_launcher(MPI)
         added = {name: value for name, value in OPENMPI_TCP.items() if name not in os.environ}
@@ -96,23 +97,40 @@ def start_mpi() -> ModuleType:
     return MPI
 
 
-def start_by_store(store: Callable[[], pmi.KeyValueStore], rank: int, size: int) -> None:
+_CUT_OFF = threading.Event()
+"""Set once another rank has ended by an error, without MPI_Finalize, for which MPI_Finalize would wait."""
+
+
+def end_without_others() -> None:
+    """Do not call MPI_Finalize at exit where fompi does so for processes that no launcher has started."""
+    _CUT_OFF.set()
+
+
+OBJECTION_SECONDS = 1.0
+"""How long a process that cannot take part waits for rank 0, to tell it."""
+
+
+def start_by_store(store: Callable[[], pmi.KeyValueStore], rank: int, size: int, seconds: float) -> None:
     """Start MPI in `size` processes that meet in `store()`, if no launcher has started it in them. Collective.
 
-    Raises LaunchError if the loaded library cannot start this way, and WaitTimeout if a process does not come.
+    Raises LaunchError if the loaded library cannot start this way or there is no such rank, and WaitTimeout if a
+    process does not come within `seconds`.
     """
     MPI, launch = load_mpi(), launcher.detect()
     loaded = _library(MPI)
     if MPI.Is_initialized() or not launcher.must_meet(launch, size, os.environ, loaded.name):
         return
     refusal = launcher.store_refusal(size, loaded.name, loaded.mpirun)
+    if not 0 <= rank < size:
+        refusal = f"there is no rank {rank} of {size}: " + (f"ranks are 0 to {size - 1}" if size > 0 else "give a size")
     if refusal:
+        pmi.object_to(store(), refusal, min(seconds, OBJECTION_SECONDS))
         raise LaunchError(refusal)
     for name in [name for name in os.environ if name.startswith("PMI_")]:  # of the rank that this is a child of
         del os.environ[name]
     if size > 1:
         os.environ[launcher.MET] = str(os.getpid())
-        _start_bridged(MPI, store(), rank, size)
+        _start_bridged(MPI, store(), rank, size, seconds)
 
 
 def library() -> MpiLibrary:
@@ -309,12 +327,12 @@ def _is_bridged(MPI: ModuleType) -> bool:
     return not alone and launcher.is_bridged(launcher.detect(), _library(MPI).name, os.environ)
 
 
-def _start_bridged(MPI: ModuleType, store: pmi.KeyValueStore, rank: int, size: int) -> None:
+def _start_bridged(MPI: ModuleType, store: pmi.KeyValueStore, rank: int, size: int, seconds: float) -> None:
     """Start MPI by `fompi.mpi.pmi`. A thread of this process answers MPI, so nothing may wait with the GIL.
 
     The functions of mpi4py that start and end MPI keep the GIL. They are called in C instead.
     """
-    seconds, loaded = launcher.timeout(), _library(MPI)
+    loaded = _library(MPI)
     job = pmi.meet(store, rank, size, pmi.node_of(os.environ), f"{loaded.name} {loaded.version}", seconds)
     bridge = pmi.connect(job, os.environ, seconds)
     functions, level = ctypes.CDLL(MPI.__file__), getattr(MPI, f"THREAD_{_requested_thread_level().upper()}")
@@ -339,6 +357,8 @@ def _start_bridged(MPI: ModuleType, store: pmi.KeyValueStore, rank: int, size: i
             left.set()
 
     def finalize() -> None:
+        if failure() is not None or _CUT_OFF.is_set():
+            return
         leaving.set()
         if not left.wait(seconds):
             print(f"fompi: rank {rank} ends: other ranks did not end within {seconds:g} s", file=sys.stderr)

@@ -11,9 +11,10 @@ from __future__ import annotations
 import threading
 from time import perf_counter, sleep
 
+from fompi.engine.control import Channel
 from fompi.engine.faults import end_job
 from fompi.mpi import launcher
-from fompi.mpi.transport import world
+from fompi.mpi.transport import thread_levels, world
 
 ALWAYS = 1 << 62
 SUMS, MOVES = (1 << 20) - 1, 4 << 20
@@ -43,14 +44,17 @@ def most_started(name: str, network: bool) -> int:
     return -1 if limit == ALWAYS else min(limit, STARTED) if network else limit
 
 
-INSIDE: list[tuple[str, object]] = []
-"""The calls of the library in which threads are: their name, and something that no other call has."""
+INSIDE: list[tuple[str, object, Channel | None]] = []
+"""The calls of the library in which threads are: a name, what no other call has, where ranks say that they leave."""
+
+LOOK_SECONDS = 0.25
+"""How often the watch looks at the call that lasts."""
 
 _WATCHED = threading.Event()
 
 
 def watch() -> None:
-    """Start the watch, once per process. The library's collectives have no deadline: the watch ends the job instead."""
+    """Start the watch, once per process. The library's collectives cannot be left: the watch ends the job instead."""
     if not _WATCHED.is_set():
         _WATCHED.set()
         threading.Thread(target=_watch, args=(launcher.timeout(),), name="fompi watch", daemon=True).start()
@@ -58,14 +62,20 @@ def watch() -> None:
 
 def _watch(seconds: float) -> None:
     (rank, size), call, since = world(), None, perf_counter()
+    may_listen = thread_levels()[1] == "multiple"
     while True:
-        sleep(min(1.0, seconds / 4))
+        sleep(min(LOOK_SECONDS, seconds / 4))
         first = next(iter([*INSIDE]), None)
         if first is None or first is not call:
             call, since = first, perf_counter()
-        elif perf_counter() - since > seconds:
+            continue
+        name, _, channel = call
+        absent = channel.absent_from(name, channel.in_library[0]) if channel is not None and may_listen else None
+        if absent is not None and first in INSIDE:
+            end_job(f"rank {rank} of {size} ends: PeerError: {absent}", status=1)
+        if perf_counter() - since > seconds:
             end_job(
-                f"rank {rank} of {size} ends: WaitTimeout: it has waited {seconds:g} s (FOMPI_TIMEOUT) in {call[0]} of "
+                f"rank {rank} of {size} ends: WaitTimeout: it has waited {seconds:g} s (FOMPI_TIMEOUT) in {name} of "
                 "the MPI library: another rank has not called it, or has other arguments",
                 status=1,
             )

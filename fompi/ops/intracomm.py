@@ -26,14 +26,18 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, cached_property
 from inspect import signature
+from os import sched_yield
 from threading import Lock
+from time import sleep
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fompi.base.errors import LayoutError, PlanError, ShapeError, StateError, TensorError
 from fompi.engine.communicator import Communicator
+from fompi.engine.control import Channel
 from fompi.mpi import environment
+from fompi.mpi.link import PAUSE_SECONDS
 from fompi.mpi.transport import gpu_awareness, load_mpi, start_mpi
 from fompi.ops import operations
 from fompi.ops.arguments import SUMS
@@ -340,28 +344,55 @@ class Request(MPI.Grequest):
 
 
 class OfLibrary(MPI.Request):
-    """A request of the MPI library for its collective `name`. A wait for it has the deadline of `by_library.watch`."""
+    """A request of the MPI library for its collective `name`, the `number`th on `channel`.
+
+    A wait for it has the deadline of `by_library.watch`. It ends with a PeerError if a rank has left before it.
+    """
 
     name: str
+    channel: Channel
+    number: int
+    tests: int
 
     @classmethod
-    def of(cls, request: Any, name: str) -> OfLibrary:
+    def of(cls, request: Any, name: str, channel: Channel) -> OfLibrary:
         made: OfLibrary = cls.__new__(cls, request)  # type: ignore[call-arg]
-        made.name = name
+        made.name, made.channel, made.number, made.tests = name, channel, channel.in_library[0], 0
         return made
 
-    def _watched(self, wait: Callable[[Any], Any], status: Any) -> Any:
-        INSIDE.append((self.name, self))
+    def Test(self, status: Any = None) -> bool:
+        if super().Test(status):
+            return True
+        self.tests += 1
+        if self.tests % LOOK_TESTS == 0 or self.channel.left_at:
+            error = self.channel.absent_from(self.name, self.number)
+            if error is not None and not super().Test(status):
+                raise error
+        return False
+
+    def Wait(self, status: Any = None) -> bool:
+        if super().Test(status):
+            return True
+        INSIDE.append((self.name, self, None))
         try:
-            return wait(status)
+            while not self.Test(status):
+                if self.tests > MOST_YIELDS:
+                    sleep(PAUSE_SECONDS)
+                else:
+                    sched_yield()
         finally:
             INSIDE.pop()
-
-    def Wait(self, status: Any = None) -> Any:
-        return self._watched(super().Wait, status)
+        return True
 
     def wait(self, status: Any = None) -> Any:
-        return self._watched(super().wait, status)
+        self.Wait(status)
+
+    def test(self, status: Any = None) -> Any:
+        return self.Test(status), None
+
+
+LOOK_TESTS, MOST_YIELDS = 32, 1 << 14
+"""After so many tests a rank looks who has left; after so many it sleeps between two."""
 
 
 MOST_ARGUMENTS = 9
@@ -418,6 +449,7 @@ class Comm(MPI.Intracomm):
     """
 
     order = "any"  # of the sums (`ordered`)
+    channel: Channel | None = None  # None: it is not ready
 
     def __new__(cls, comm: Any = None) -> Comm:
         start_mpi()
@@ -426,7 +458,7 @@ class Comm(MPI.Intracomm):
 
     def __init__(self, comm: Any = None):
         if self != MPI.COMM_NULL:
-            Communicator.of(self)
+            self.channel = Communicator.of(self).channel
             watch()
 
     def Split(self, color: int = 0, key: int = 0) -> Comm:
@@ -724,9 +756,12 @@ def _form(name: str, operation: Operation[Any], immediate: bool) -> Callable[...
     (at, parts), enter, leave = SIZED.get(name, (MOST_ARGUMENTS, False)), INSIDE.append, INSIDE.pop
 
     def by_library(self: Comm, args: Any, options: Any) -> Any:
+        channel = self.channel
+        if channel is not None:
+            channel.in_library[0] += 1
         if immediate:
-            return OfLibrary.of(native(self, *args, **options), word)
-        enter((name, args))
+            return OfLibrary.of(native(self, *args, **options), word, channel or self.communicator.channel)
+        enter((name, args, channel))
         try:
             return native(self, *args, **options) if options else native(self, *args)
         finally:

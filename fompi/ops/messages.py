@@ -679,6 +679,10 @@ def _zeros_like(x: Tensor) -> Any:
     return dlpack.lend(stored(zeros), x.dtype, x)
 
 
+FORMS = {"send": "send(x, dest, tag)", "recv": "recv(source, tag)", "sendrecv": "sendrecv(x, dest, source, tag)"}
+"""How the calls are written, for errors."""
+
+
 def _checked(name: str, peers: Peers, comm: Communicator) -> tuple[int | None, int | None, int]:
     """The ranks and the tag as integers. Raises LayoutError on this rank only: no other rank is known to wait."""
     comm.check()
@@ -686,7 +690,8 @@ def _checked(name: str, peers: Peers, comm: Communicator) -> tuple[int | None, i
     for word, rank in (("dest", peers.dest), ("source", peers.source)):
         number = integer(rank)
         if rank is not None and (number is None or not 0 <= number < comm.size):
-            raise LayoutError(f"{name}: {word}={rank!r} must be a rank from 0 to {comm.size - 1}")
+            form = "" if number is not None else f": write fompi.{FORMS[name]}"
+            raise LayoutError(f"{name}: {word}={rank!r:.60} must be a rank from 0 to {comm.size - 1}{form}")
         ranks.append(number)
     tag = integer(peers.tag)
     if tag is None or not 0 <= tag <= MOST_TAG:
@@ -704,12 +709,12 @@ class Messenger(Operation[Any]):
         if self.name != "recv":
             wire = Parameter("wire", Parameter.KEYWORD_ONLY, default=None, annotation="str | None")
             own = own.replace(parameters=[*own.parameters.values(), wire])
-        self.__signature__ = own
+        self.__signature__, self._keywords = own, own.parameters.keys()
 
     def read(self, args: tuple[Any, ...], options: Any) -> tuple[Arguments, Any, CallOptions]:
         comm = options.pop("comm", None)
         how = CallOptions(wire=options.pop("wire")) if "wire" in options and self.name != "recv" else _DEFAULTS
-        return self._arguments(*args, **options), comm, how
+        return self._own(args, options), comm, how
 
     def refuse(self, error: Exception, comm: Any) -> None:
         raise error
@@ -732,11 +737,11 @@ class Messenger(Operation[Any]):
 
 
 @Messenger
-def send(x: Any, dest: int, *, tag: int = 0, comm: Any = None) -> Arguments:
+def send(x: Any, dest: int, tag: int = 0, *, comm: Any = None) -> Arguments:
     """comm.send(x, dest, tag)  # as in mpi4py
 
     x has any shape and dtype. It may be strided. Only this rank and `dest` take part, and rank `dest` calls
-    `fompi.recv(source, tag=tag)`. Messages with one tag between two ranks arrive in the order in which they were sent.
+    `fompi.recv(source, tag)`. Messages with one tag between two ranks arrive in the order in which they were sent.
 
     `wire` is the form in which the message carries the elements (`fompi.base.wires`). The receiver reads it from the
     message.
@@ -750,10 +755,10 @@ def send(x: Any, dest: int, *, tag: int = 0, comm: Any = None) -> Arguments:
 
 
 @Messenger
-def recv(source: int, *, tag: int = 0, like: Any = None, out: Any = None, comm: Any = None) -> Arguments:
+def recv(source: int, tag: int = 0, *, like: Any = None, out: Any = None, comm: Any = None) -> Arguments:
     """y = comm.recv(source, tag)
 
-    y has the shape and the dtype of the tensor that rank `source` sends with `fompi.send(x, dest, tag=tag)`. It is a
+    y has the shape and the dtype of the tensor that rank `source` sends with `fompi.send(x, dest, tag)`. It is a
     tensor of the framework and the device of `like`, by default a NumPy array. With `out`, y is written there, and
     `out` is returned.
 
@@ -765,7 +770,7 @@ def recv(source: int, *, tag: int = 0, like: Any = None, out: Any = None, comm: 
 
 @Messenger
 def sendrecv(
-    x: Any, dest: int | None, source: int | None, *, tag: int = 0, out: Any = None, comm: Any = None
+    x: Any, dest: int | None, source: int | None, tag: int = 0, *, out: Any = None, comm: Any = None
 ) -> Arguments:
     """comm.send(x, dest, tag); y = zeros_like(x) if source is None else comm.recv(source, tag)
 

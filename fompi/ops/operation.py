@@ -157,23 +157,28 @@ class Operation(Generic[P]):
             order = options.pop("order", "any")
             call_options = CallOptions(schedule, slices, *how, str(order) if isinstance(order, Canonical) else order)
         try:
-            for name in options:
-                if name not in self._keywords:
-                    hint = meant(name, self._keywords, "; did you mean {!r}?")
-                    if name in ("columns", "experts") and self.name in VARIANTS:
-                        hint = f": call fompi.{VARIANTS[self.name][name == 'experts']}"
-                    raise ArgumentError(f"fompi.{self.name} has no argument {name!r}{hint}")
-            try:
-                return self._arguments(*args, **options), comm, call_options
-            except TypeError as error:
-                raise of_signature(f"fompi.{self.name}", error) from None
+            return self._own(args, options), comm, call_options
         except Exception as error:
             for given in args:
                 if isinstance(given, Communicator):  # the other ranks meet there
-                    words = f"fompi.{self.name}: a communicator is given by its name: write comm=..."
-                    self.refuse(ArgumentError(words), given)
+                    self.refuse(error, given)
             self.refuse(error, comm)
             raise
+
+    def _own(self, args: tuple[Any, ...], options: Any) -> Arguments:
+        """The Arguments, without what every call takes. Raises ArgumentError for what does not fit the signature."""
+        if any([isinstance(given, Communicator) for given in args]):
+            raise ArgumentError(f"fompi.{self.name}: a communicator is given by its name: write comm=...")
+        for name in options:
+            if name not in self._keywords:
+                hint = meant(name, self._keywords, "; did you mean {!r}?")
+                if name in ("columns", "experts") and self.name in VARIANTS:
+                    hint = f": call fompi.{VARIANTS[self.name][name == 'experts']}"
+                raise ArgumentError(f"fompi.{self.name} has no argument {name!r}{hint}")
+        try:
+            return self._arguments(*args, **options)
+        except TypeError as error:
+            raise of_signature(f"fompi.{self.name}", error) from None
 
     def refuse(self, error: Exception, comm: Any) -> None:
         """Take part in the handshake of this call, so that the other ranks raise an error too. Raises `error`."""

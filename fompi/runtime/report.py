@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.base import Backend
+from fompi.base.at_exit import failure
 from fompi.base.errors import ArgumentError, OverlapWarning, warn
 from fompi.base.layout import Extents
 from fompi.base.log import log
@@ -291,14 +292,14 @@ class Report:
 
     def settle_all(self) -> None:
         """At the end of the program: measure on all open communicators, in the same order on every rank."""
-        if os.getpid() == self.process:
+        if os.getpid() == self.process and failure() is None:
             still_open = {o.comm for o in list(self.operations.values()) if not o.comm.closed}
             for comm in sorted(still_open, key=lambda comm: (comm.link.world_ranks, comm.name)):
                 self.settle(comm)
 
     def finish(self) -> None:
         """After a clean end: gather the notes of all ranks on rank 0, and print or write the report."""
-        if os.getpid() != self.process:
+        if os.getpid() != self.process or failure() is not None:
             return
         devices = [operation.backend.device for operation in self.operations.values()]
         mine = {

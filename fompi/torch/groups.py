@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fompi.base.errors import LaunchError, LayoutError
 from fompi.engine.communicator import Communicator
-from fompi.mpi import transport
+from fompi.mpi import launcher, transport
 from fompi.mpi.link import of_members
 from fompi.plans.problems import order_of
 from fompi.torch import private
@@ -73,7 +73,7 @@ def _of_another(group: Any) -> Communicator:
     if kept is group and made is not None and not made.closed:
         return made
     ranks, here = dist.get_process_group_ranks(group), (dist.get_rank(), dist.get_world_size())
-    transport.start_by_store(partial(own_connection, private.store_of_default_group()), *here)
+    transport.start_by_store(partial(own_connection, private.store_of_default_group()), *here, launcher.timeout())
     if transport.world() != here:
         raise LaunchError(
             "torch has rank {} of {} here, but MPI has rank {} of {}".format(*here, *transport.world())

@@ -51,7 +51,7 @@ from fompi.tensors import dlpack
 from fompi.torch import private, streams
 from fompi.torch.memory import copy_parts, flat, is_place_for, joined, place_for, rows
 from fompi.torch.parameters import forms
-from fompi.torch.store import own_connection
+from fompi.torch.store import own_connection, seconds_to_start
 from fompi.torch.work import FromAnyone, Landed, Work, in_words_of_torch
 
 MEETING, MONITORED = messages.MOST_TAG, messages.MOST_TAG - 1
@@ -802,15 +802,15 @@ def create(opts: Any, _: Any = None) -> Any:
             'Python has all devices of a group. Use init_process_group("fompi"), or another backend with '
             'new_group(backend="fompi") beside it'
         )
-    ranks, name = list(opts.global_ranks_in_group), str(opts.group_id)
+    ranks, name, seconds = list(opts.global_ranks_in_group), str(opts.group_id), seconds_to_start(opts.timeout)
     if not ranks or len(ranks) == dist.get_world_size():
-        transport.start_by_store(partial(own_connection, opts.store), opts.group_rank, opts.group_size)
+        transport.start_by_store(partial(own_connection, opts.store), opts.group_rank, opts.group_size, seconds)
     if ranks:
-        members = of_members(ranks, _meet_members(ranks, zlib.crc32(name.encode()) % 30000))
-        comm = Communicator(members, f"torch {name}")
+        members = of_members(ranks, _meet_members(ranks, zlib.crc32(name.encode()) % 30000, seconds))
+        comm = Communicator(members, f"torch {name}", seconds=seconds)
         members.Free()
     else:
-        comm = Communicator(None, "torch")
+        comm = Communicator(None, "torch", seconds=seconds)
     refusal = None
     if (comm.rank, comm.size) != (opts.group_rank, opts.group_size):
         refusal = LaunchError(
@@ -842,8 +842,8 @@ def _prepare_wrappers() -> None:
     private.at_first_forward(lambda model: import_module("fompi.torch.fully_sharded").by_default(model))
 
 
-def _meet_members(ranks: Sequence[int], tag: int) -> int:
-    """Wait until all members are here, with a deadline: MPI makes their communicator without one.
+def _meet_members(ranks: Sequence[int], tag: int, seconds: float) -> int:
+    """Wait until all members are here, at most `seconds`: MPI makes their communicator without a deadline.
 
     Returns the `tag` of the first member, for all of them: with `use_local_synchronization` torch may give a group
     another name on each rank. Raises MismatchError on all members if they mean different groups.
@@ -856,7 +856,16 @@ def _meet_members(ranks: Sequence[int], tag: int) -> int:
     note = np.array([zlib.crc32(what.encode()), tag])
     sends = [] if here == root else [world._start(messages.send, note, root, tag=MEETING)]
     receives = [world._start(messages.recv, rank, tag=MEETING) for rank in others]
-    Work(what, world.comm, [*sends, *receives]).wait()
+    try:
+        Work(what, world.comm, [*sends, *receives]).wait(timedelta(seconds=seconds))
+    except dist.DistBackendError as error:
+        late = [str(rank) for rank, receive in zip(others, receives, strict=True) if not receive.done()]
+        if not late or not isinstance(error.__cause__, WaitTimeout):
+            raise
+        for receive in receives:
+            receive.give_up()
+        words = f"waited {launcher.in_seconds(seconds)} for rank {', '.join(late)} to call it: all ranks of it must"
+        raise in_words_of_torch(WaitTimeout(words), what) from error
     notes = [receive.result for receive in receives]
     other = [rank for rank, (group, _) in zip(others, notes, strict=True) if group != note[0]]
     if here == root:

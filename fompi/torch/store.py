@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from fompi.base.errors import LaunchError
 from fompi.engine.communicator import Communicator
+from fompi.mpi import environment, launcher
 from fompi.ops.operations import broadcast
 
 ADDRESS_NBYTES = 256
@@ -89,12 +90,22 @@ for _name, _new in _OLD_NAMES.items():
     setattr(Store, _name, _forward(_new))
 
 
+def seconds_to_start(timeout: timedelta) -> float:
+    """How long ranks are awaited by a call with this time-out, to which torch adds its own default, half an hour.
+
+    If FOMPI_TIMEOUT is set, or the program gives no time-out, the shorter time counts.
+    """
+    given, own = timeout.total_seconds(), launcher.timeout()
+    is_given = timeout != dist.default_pg_timeout and not environment.is_set("FOMPI_TIMEOUT")
+    return given if is_given else min(given, own)
+
+
 def meet(url: str, timeout: timedelta = timedelta(minutes=30), **options: Any) -> Iterator[tuple[Any, int, int]]:
     """The handler of `init_method="fompi://"`: yields the store, the rank and the number of ranks, from MPI.
 
     Raises LaunchError if the program gave another rank or number of ranks.
     """
-    comm = Communicator(None, "torch store")
+    comm = Communicator(None, "torch store", seconds=seconds_to_start(timeout))
     given, refusal = parse_qs(urlparse(url).query), None
     for word, actual in (("rank", comm.rank), ("world_size", comm.size)):
         for value in given.get(word, ()):

@@ -281,3 +281,78 @@ time.sleep(30)
     assert not ended.finished.timed_out and not ended.finished.left_behind and ended.finished.returncode, ended.output
     assert f"WaitTimeout: it has waited 2 s (FOMPI_TIMEOUT) in {name} of the MPI library" in ended.output
     assert ended.seconds < 10
+
+
+@pytest.mark.parametrize("how", ["", ".Wait()", "test", "finalize"])
+def test_a_rank_leaves_before_a_collective_of_the_library(launch, how):
+    """Long before the deadline: a PeerError, or, where the library waits, the end of the job."""
+    ended = launch(
+        3,
+        f"""
+from fompi import mpi
+comm, how = mpi.Comm(), {how!r}
+x, y = np.ones(3), np.zeros(3)
+comm.Iallreduce(x, y).Wait()
+if rank == 1:
+    if how == "finalize":
+        from mpi4py import MPI
+        MPI.Finalize()
+    sys.exit()
+try:
+    if not how:
+        comm.Allreduce(x, y)
+    request = comm.Iallreduce(x, y)
+    while how == "test" and not request.Test():
+        time.sleep(1e-3)
+    request.Wait()
+except fompi.PeerError as error:
+    emit("CAUGHT", error)
+os._exit(1)
+""",
+        timeout=30,
+    )
+    word = "Iallreduce" if how else "Allreduce"
+    assert not ended.finished.timed_out and ended.finished.seconds < 25, ended.output
+    assert f"for rank 1 to start {word} of the MPI library, but rank 1 has ended" in ended.output
+
+
+def test_a_rank_that_leaves_later_has_done_its_part(launch):
+    """Rank 1 leaves once its part of a broadcast is done: the others, that come late, still get it."""
+    ended = launch(
+        3,
+        """
+from fompi import mpi
+comm, x = mpi.Comm(), np.full(3, rank)
+time.sleep(rank == 2)
+comm.Ibcast(x, 1).Wait()
+comm.Bcast(x, 1)
+emit("GOT", x)
+""",
+    )
+    ended.assert_clean()
+    assert ended.lines("GOT") == ["[1 1 1]"] * 3
+
+
+@pytest.mark.parametrize(
+    ("call", "name"), [("fompi.all_reduce(np.ones(3))", "fompi.all_reduce"), ("fompi.Mesh(tp=3)", "Mesh")]
+)
+def test_a_rank_does_not_come_to_the_first_call(launch, call, name):
+    """All that have come name the call and the missing rank, though no communicator is there yet."""
+    ended = launch(
+        3,
+        f"""
+from fompi.mpi import transport
+if transport.world()[0] != 1:
+    try:
+        {call}
+    except fompi.WaitTimeout as error:
+        emit("CAUGHT", error)
+time.sleep(4)
+os._exit(0)
+""",
+        timeout=1,
+        world=False,
+    )
+    caught = ended.lines("CAUGHT")
+    assert len(caught) == 2, ended.output
+    assert all(f"waits for rank 1 to start {name}, the first call; root cause: rank 1 does not" in c for c in caught)

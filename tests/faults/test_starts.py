@@ -40,6 +40,8 @@ PROGRAM = textwrap.dedent("""
         os.write(1, f"{words}/{local.local_size}\\n".encode())
         if rank == 1 and ending == "raise":
             raise ValueError("had enough")
+        if rank == 1 and ending == "exit":
+            sys.exit("had enough")
         if rank == 1 and ending == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         dist.barrier(group=group)
@@ -92,35 +94,46 @@ def test_a_start(tmp_path, way):
 
 
 @pytest.mark.one_mpi
-@pytest.mark.parametrize("how", ["spawn", "fork"])
-@pytest.mark.parametrize("ending", ["raise", "kill"])
-def test_a_process_fails(tmp_path, how, ending):
-    """The program that has started it learns so, and ends the others: nothing is left."""
+@pytest.mark.parametrize(
+    ("how", "ending", "words"),
+    [
+        ("spawn", "raise", "ValueError: had enough"),
+        ("fork", "raise", "ValueError: had enough"),
+        ("fork", "exit", "had enough\n"),
+        ("fork", "kill", "signal SIGKILL"),
+    ],
+)
+def test_a_process_fails(tmp_path, how, ending, words):
+    """The program that has started it learns why, and ends the others: nothing is left."""
     done = run(tmp_path, 2, how, "fompi", "tcp", ending)
     assert not done.timed_out and not done.left_behind and done.returncode, done.output
-    words = ("had enough", "rank 1 has ended") if ending == "raise" else ("signal SIGKILL",)
-    assert any(word in done.stderr for word in words), done.output  # of the process that ends first
+    assert words in done.stderr, done.output
+    assert how == "spawn" or done.seconds < 25, done.output  # far below FOMPI_TIMEOUT; each spawned child imports torch
 
 
 ALONE = """
 import sys
+from datetime import timedelta
 import torch.distributed as dist
 
 if sys.argv[1] == "early":
     from mpi4py import MPI
-dist.init_process_group("fompi", f"file://{sys.argv[2]}", rank=0, world_size=2)
+rank, seconds = (2, 60) if sys.argv[1] == "wrong" else (0, 4)
+timeout = timedelta(seconds=seconds)
+dist.init_process_group("fompi", f"file://{sys.argv[2]}", rank=rank, world_size=2, timeout=timeout)
 """
 
 
-@pytest.mark.parametrize("why", ["late", "early"])
+@pytest.mark.parametrize("why", ["late", "early", "wrong"])
 def test_a_process_does_not_come(tmp_path, why):
     """Or MPI has started before, or Open MPI cannot start so: a sentence that says what to do."""
     (tmp_path / "alone.py").write_text(ALONE)
     command = [sys.executable, str(tmp_path / "alone.py"), why, str(tmp_path / "meeting")]
-    done = job.run(command, 50, env={"FOMPI_TIMEOUT": "3", "OMP_NUM_THREADS": "1"}, cwd=tmp_path)
+    done = job.run(command, 50, env={"FOMPI_TIMEOUT": "", "OMP_NUM_THREADS": "1"}, cwd=tmp_path)
     is_openmpi = "Open MPI" in done.stderr
     words = {
-        "late": "Open MPI starts under its own launcher only" if is_openmpi else "(FOMPI_TIMEOUT) for rank 1 to start",
+        "late": "Open MPI starts under its own launcher only" if is_openmpi else "waited 4 s for rank 1 to start MPI",
+        "wrong": "there is no rank 2 of 2: ranks are 0 to 1",
         "early": "MPI has started before, alone. Call init_process_group before anything that starts MPI",
     }
     assert not done.timed_out and not done.left_behind and done.returncode, done.output

@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from time import perf_counter
 
 import pytest
 
@@ -40,18 +41,20 @@ class Store:
 
 
 def met(store, nodes=("a", "a"), libraries=None, seconds=10.0, ranks=None):
-    """What `meet` returns or raises on each rank."""
+    """What `meet` returns or raises on each rank. A rank of `ranks` may come as (rank, number of ranks)."""
     size = len(nodes)
-    libraries = libraries or ["MPICH 5.0.2"] * size
+    libraries = libraries or ["MPICH 5.0.2"] * 9
 
-    def meet(rank):
+    def meet(came):
+        rank, of = came if isinstance(came, tuple) else (came, size)
         try:
-            return pmi.meet(store, rank, size, nodes[rank], libraries[rank], seconds)
+            return pmi.meet(store, rank, of, nodes[rank % size], libraries[rank], seconds)
         except Exception as error:
             return error
 
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(meet, range(size) if ranks is None else ranks))
+    ranks = [*range(size)] if ranks is None else ranks
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(meet, ranks))
 
 
 def test_ranks_meet_again_on_the_same_store():
@@ -71,7 +74,7 @@ def test_a_rank_that_does_not_come(here, missing):
     errors = met(Store(), "aaaa", seconds=0.2, ranks=here)
     assert all(isinstance(error, WaitTimeout) for error in errors)
     for rank, error in zip(here, errors, strict=True):
-        assert f"rank {rank} of 4 waited 0.2 s (FOMPI_TIMEOUT) for {missing} to start MPI" in str(error)
+        assert f"rank {rank} of 4 waited 0.2 s for {missing} to start MPI" in str(error)
 
 
 def test_rank_0_does_not_come_again():
@@ -79,7 +82,30 @@ def test_rank_0_does_not_come_again():
     store = Store()
     met(store)
     (error,) = met(store, seconds=0.1, ranks=[1])
-    assert "rank 1 of 2 waited 0.1 s (FOMPI_TIMEOUT) for rank 0 to start MPI" in str(error)
+    assert "rank 1 of 2 waited 0.1 s for rank 0 to start MPI" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("came", "words"),
+    [
+        ([(0, 2), (1, 3)], "rank 0 is one of 2 ranks, but rank 1 one of 3"),
+        ([(0, 2), (2, 3)], "rank 0 is one of 2 ranks, but rank 2 one of 3"),
+        ([(0, 3), (1, 3), (1, 3)], "another process was rank 1"),
+        ([(0, 2), (0, 2)], "two processes are rank 0"),
+    ],
+)
+def test_ranks_that_do_not_fit(came, words):
+    """All that have come learn at once why MPI does not start, long before the deadline."""
+    begun = perf_counter()
+    errors = met(Store(), seconds=20.0, ranks=came)
+    assert perf_counter() - begun < 5 and {type(error) for error in errors} == {LaunchError}
+    assert all(words in str(error) for error in errors), errors
+
+
+def test_what_an_earlier_job_objected_to_is_over():
+    store = Store()
+    met(store, seconds=20.0, ranks=[(0, 2), (1, 3)])
+    assert [job.size for job in met(store, ("a", "a", "b"))] == [3, 3, 3]
 
 
 def test_ranks_with_different_libraries():
@@ -175,10 +201,7 @@ def test_a_barrier_has_a_deadline(bridged, capfd):
     """The connection closes, so that MPI ends the process. One sentence says why."""
     ask, _ = bridged(seconds=0.2, size=3)[:2]
     assert ask("cmd=barrier_in") == ""
-    assert (
-        "fompi: rank 0 of 3: MPI_Init waited 0.2 s (FOMPI_TIMEOUT) for all ranks: 1 of 3 have come"
-        in capfd.readouterr().err
-    )
+    assert "fompi: rank 0 of 3: MPI_Init waited 0.2 s for all ranks: 1 of 3 have come" in capfd.readouterr().err
 
 
 def test_the_answer_that_comes_before_the_question(opened):
