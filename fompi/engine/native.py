@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fompi.backends import in_c
 from fompi.base.errors import LaunchError
 from fompi.mpi import environment
 from fompi.mpi.transport import start_mpi
@@ -50,7 +49,7 @@ def refusal() -> LaunchError | None:
 
 def _found() -> NativeSupport:
     try:
-        from fompi.native._native import Library, kernel
+        from fompi.native._native import Library
     except ImportError:
         return NativeSupport(None, "fompi was installed without a C compiler: install one, then fompi again")
     MPI = start_mpi()
@@ -64,7 +63,6 @@ def _found() -> NativeSupport:
             isend, issend, irecv, test, testsome = (
                 ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value or 0 for name in FUNCTIONS
             )
-            in_c.run = kernel
             return NativeSupport(Library(isend, issend, irecv, test, testsome, MPI.BYTE.handle, nbytes), "")
     return NativeSupport(None, "the functions of the MPI library that mpi4py has loaded were not found")
 
