@@ -3,11 +3,17 @@
 #include <time.h>
 
 long nanoseconds, tests; /* of each function; how many requests were asked for */
-int is_done, failure;      /* 1: each `Test` ends its request, or one of them; what the functions return */
+int done_below, failure; /* messages with smaller tags are done when they are tested; what the functions return */
 
+int holds, held;         /* 1: functions wait; one of them waits */
+long tests_at_mark;      /* as many `tests` there were before a message with the tag MARK began */
+
+#define MARK 100
 #define GET(x) __atomic_load_n(&x, __ATOMIC_RELAXED)
 
 static int spend(void) {
+    for (; GET(holds); __atomic_store_n(&held, 1, __ATOMIC_RELAXED)) {}
+    __atomic_store_n(&held, 0, __ATOMIC_RELAXED);
     struct timespec from, t;
     clock_gettime(CLOCK_MONOTONIC, &from);
     do clock_gettime(CLOCK_MONOTONIC, &t);
@@ -16,8 +22,9 @@ static int spend(void) {
 }
 
 int isend(const void *data, int count, intptr_t kind, int peer, int tag, intptr_t comm, void *request) {
-    (void)data, (void)count, (void)kind, (void)peer, (void)tag, (void)comm;
-    *(int64_t *)request = 1;
+    (void)data, (void)count, (void)kind, (void)peer, (void)comm;
+    *(int64_t *)request = tag;
+    if (tag == MARK) __atomic_store_n(&tests_at_mark, GET(tests), __ATOMIC_RELAXED);
     return spend();
 }
 
@@ -25,15 +32,16 @@ int irecv(void *data, int count, intptr_t kind, int peer, int tag, intptr_t comm
     return isend(data, count, kind, peer, tag, comm, request);
 }
 
-int test(void *request, int *flag, void *status) {
-    (void)request, (void)status;
+int testsome(int count, void *requests, int *n, int *indices, void *statuses) {
+    (void)statuses;
     __atomic_add_fetch(&tests, 1, __ATOMIC_RELAXED);
-    *flag = GET(is_done);
+    *n = 0;
+    for (int i = 0; i < count; i++)
+        if (((int64_t *)requests)[i] < GET(done_below)) indices[(*n)++] = i;
     return spend();
 }
 
-int testsome(int count, void *requests, int *n, int *indices, void *statuses) {
-    (void)count, (void)requests, (void)statuses;
-    indices[0] = 0;
-    return test(requests, n, statuses);
+int test(void *request, int *flag, void *status) {
+    int at;
+    return testsome(1, request, flag, &at, status);
 }

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from statistics import median
 from threading import Thread
 from time import perf_counter, sleep
 
@@ -27,6 +26,7 @@ HERE = Path(__file__).resolve().parent
 FINISHED, GOES_ON, STALLED, FAILED, DISAGREES, HAS_KERNELS = range(6)
 SEND, RECV, KERNEL = range(3)
 ADD, FLOAT32 = 1, 1
+MARK = 100
 MOST_ROUNDS, POLLS_PER_WAKE, PART_NBYTES = 32, 3, 16384
 
 
@@ -41,15 +41,17 @@ def compiled(tmp_path_factory):
 
 
 class StandIn:
-    """The stand-in with what it does. `nanoseconds` of each function, `is_done`, `failure`; `tests` that were made."""
+    """The stand-in with what it does. `nanoseconds` of each function, `done_below`, `failure`; `tests` that were made."""
 
     def __init__(self, compiled):
         names = ("isend", "isend", "irecv", "test", "testsome")
         addresses = [ctypes.cast(getattr(compiled, name), ctypes.c_void_p).value for name in names]
         self.library = native.Library(*addresses, 7, 8)
-        kinds = {"nanoseconds": ctypes.c_long, "tests": ctypes.c_long, "is_done": ctypes.c_int, "failure": ctypes.c_int}
+        longs, ints = ("nanoseconds", "tests", "tests_at_mark"), ("done_below", "failure", "holds", "held")
+        kinds = dict.fromkeys(longs, ctypes.c_long) | dict.fromkeys(ints, ctypes.c_int)
         self.__dict__["fields"] = {name: kind.in_dll(compiled, name) for name, kind in kinds.items()}
-        self.nanoseconds = self.tests = self.is_done = self.failure = 0
+        for name in kinds:
+            setattr(self, name, 0)
 
     def __getattr__(self, name):
         return self.fields[name].value
@@ -151,7 +153,7 @@ def test_the_thread_sleeps_while_nothing_arrives(mpi, thread, calls, nanoseconds
 def test_rounds_that_move_something_repeat_a_few_times(mpi, thread):
     call = mpi.call(*[MESSAGE] * 4000, dones=[[i + 1] for i in range(3999)] + [[]])
     assert call.run(0, 0.0, 1.0) == GOES_ON
-    mpi.is_done, slept, tested = 1, thread(), mpi.tests
+    mpi.done_below, slept, tested = 1, thread(), mpi.tests
     assert soon(lambda: call.state == FINISHED)
     assert mpi.tests - tested <= 1.5 * MOST_ROUNDS * (thread() - slept + 2)
 
@@ -161,7 +163,7 @@ def test_before_a_kernel_of_python_there_are_a_few_rounds(mpi):
     long = mpi.call({"kind": IN_PYTHON}, is_long=True)
     chain = mpi.call(*[MESSAGE] * 4000, dones=[[i + 1] for i in range(3999)] + [[]])
     assert long.run(0, 0.0, 1.0) == HAS_KERNELS and chain.run(0, 0.0, 1.0) == GOES_ON
-    mpi.is_done, tested = 1, mpi.tests
+    mpi.done_below, tested = 1, mpi.tests
     assert long.take(False) == 0
     assert 1 < mpi.tests - tested <= MOST_ROUNDS
     assert long.ran(0, 1.0) == FINISHED
@@ -170,37 +172,41 @@ def test_before_a_kernel_of_python_there_are_a_few_rounds(mpi):
 # ------------------------------------------------------------------------------------------------ the lock
 
 
-def rounds_per_question(mpi, call):
-    """How many polls of 0.3 ms pass until another thread has the lock, each time it asks."""
-    passed = []
-    for _ in range(30):
-        tested = mpi.tests
-        assert call.state in (GOES_ON, FINISHED)
-        passed.append(mpi.tests - tested)
-    return median(passed)
+def rounds_until_it_has_the_lock(mpi):
+    """How often the thread that polls has tested a message between another one's question for the lock and its turn."""
+    mpi.holds = 1
+    assert soon(lambda: mpi.held)  # in a function of MPI, with the lock
+    tested, asked, numbers = mpi.tests, mpi.call(MESSAGE), []
+    asker = Thread(target=lambda: (numbers.append(threading.get_native_id()), asked.run(MARK, 0.0, 1.0)))
+    asker.start()
+
+    def is_asleep():
+        return numbers and " S " in Path(f"/proc/self/task/{numbers[0]}/stat").read_text()
+
+    assert soon(lambda: is_asleep() and not sleep(5e-3) and is_asleep())
+    mpi.holds = 0
+    asker.join()
+    asked.export()
+    return mpi.tests_at_mark - tested
 
 
 def test_a_thread_that_waits_for_a_call_hands_the_lock_over(mpi):
-    mpi.nanoseconds = 300_000
-    call, asked = mpi.call(MESSAGE), mpi.call(MESSAGE)
+    """At once: not after as many rounds as another core takes to wake the other thread."""
+    call = mpi.call(MESSAGE)
     call.run(0, 0.0, 1.0)
-    driver = Thread(target=lambda: [call.drive(0.07, 10.0) for _ in range(5)])
+    driver = Thread(target=call.drive, args=(40.0, 40.0))
     driver.start()
-    assert soon(lambda: mpi.tests > 3)
-    passed = rounds_per_question(mpi, asked)
-    driver.join()
-    assert passed <= 2
+    try:
+        assert [rounds_until_it_has_the_lock(mpi) for _ in range(10)] == [0] * 10
+    finally:
+        mpi.holds, mpi.done_below = 0, 1
+        driver.join()
 
 
 def test_the_progress_thread_hands_the_lock_over(mpi, thread):
-    call, asked = mpi.call(*[MESSAGE] * 4000, dones=[[i + 1] for i in range(3999)] + [[]]), mpi.call(MESSAGE)
+    call = mpi.call(MESSAGE)
     call.run(0, 0.0, 1.0)
-    mpi.nanoseconds = 300_000
-    mpi.is_done = 1
-    assert soon(lambda: mpi.tests > 3)
-    assert rounds_per_question(mpi, asked) <= 2
-    mpi.nanoseconds = 0
-    assert soon(lambda: call.state == FINISHED)
+    assert [rounds_until_it_has_the_lock(mpi) for _ in range(10)] == [0] * 10
 
 
 def test_many_threads_ask_and_wait(mpi, thread, often):
@@ -221,7 +227,7 @@ def test_many_threads_ask_and_wait(mpi, thread, often):
             mpi.library.poll()
             sleep(1e-4)
 
-    mpi.is_done = 1
+    mpi.done_below = 9
     drivers = [Thread(target=drive, args=(call,), daemon=True) for call in calls]
     askers = [Thread(target=ask, args=(k,), daemon=True) for k in range(2)]
     for each in drivers + askers:
@@ -238,60 +244,63 @@ def test_many_threads_ask_and_wait(mpi, thread, often):
 # ------------------------------------------------------------------------------------------------ what Python is told
 
 
-def test_rest_ends_if_a_call_has_ended_before(mpi):
-    """The thread that ends it in a wait for another call tells of it, also before somebody rests."""
-    for resting in (False, True):
-        other, own = mpi.call(MESSAGE), mpi.call(MESSAGE, MESSAGE, dones=[[1], []])
-        mpi.library.is_watched, mpi.is_done = 1, 0
-        assert other.run(0, 0.0, 1.0) == GOES_ON == own.run(0, 0.0, 1.0)
-        begun = perf_counter()
-        sleeper = Thread(target=mpi.library.rest, args=(40.0,))
-        if resting:
-            sleeper.start()
-            sleep(0.05)
-        tested = mpi.tests
-        enders = Thread(target=own.drive, args=(30.0, 30.0))
-        enders.start()
-        assert soon(lambda tested=tested: mpi.tests > tested + 10)
-        mpi.is_done = 1
-        enders.join()
-        if own.state != FINISHED:  # there are news of the other one: it went first
-            assert own.drive(0.0, 1.0) in (GOES_ON, FINISHED)
-        if not resting:
-            sleeper.start()
-        if other.state == FINISHED:
-            sleeper.join(30.0)
-            assert perf_counter() - begun < 30
-        else:
-            mpi.library.poll()
-            mpi.library.wake()
-        sleeper.join()
-        mpi.library.poll()
-
-
-def test_rest_ends_if_somebody_watches_afterwards(mpi):
-    call = mpi.call(MESSAGE)
-    mpi.library.is_watched = 0
-    assert call.run(0, 0.0, 1.0) == GOES_ON
-    mpi.is_done = 1
-    call.release(np.zeros(0, np.int32))
-    begun = perf_counter()
+@pytest.fixture
+def rests(mpi):
+    """A function that begins to rest in another thread, and one that waits for its end."""
     sleeper = Thread(target=mpi.library.rest, args=(40.0,))
-    sleeper.start()
-    other = mpi.call(MESSAGE)
-    mpi.is_done = 0
-    other.run(0, 0.0, 1.0)
-    mpi.is_done = 1
-    driver = Thread(target=other.drive, args=(10.0, 10.0))
-    driver.start()
-    driver.join()
-    sleep(0.05)
-    if not mpi.library.news:  # the wait has ended its own call first
-        mpi.library.wake()
-    else:
-        mpi.library.is_watched = 1
+
+    def has_ended():
+        sleeper.join(10.0)
+        return not sleeper.is_alive()
+
+    yield sleeper.start, has_ended
+    mpi.library.wake()
     sleeper.join()
-    assert perf_counter() - begun < 30
+
+
+@pytest.mark.parametrize("rests_before", [False, True])
+def test_rest_ends_if_a_call_has_ended_in_a_wait_for_another_one(mpi, rests, rests_before):
+    other, own = mpi.call(MESSAGE), mpi.call(MESSAGE)
+    mpi.library.is_watched = 1
+    assert other.run(0, 0.0, 1.0) == GOES_ON == own.run(5, 0.0, 1.0)
+    if rests_before:
+        rests[0]()
+        sleep(0.05)
+    mpi.done_below = 1
+    assert own.drive(20.0, 20.0) == GOES_ON  # there are news
+    assert other.state == FINISHED and mpi.library.news == 2
+    mpi.done_below = 6
+    assert own.drive(20.0, 20.0) == FINISHED
+    if not rests_before:
+        rests[0]()
+    assert rests[1]() and mpi.library.poll() == 2
+
+
+def test_rest_ends_if_somebody_watches_what_has_ended(mpi, rests):
+    calls = mpi.call(MESSAGE), mpi.call(MESSAGE)
+    assert [call.run(5 * i, 0.0, 1.0) for i, call in enumerate(calls)] == [GOES_ON] * 2
+    mpi.done_below = 1
+    assert calls[1].drive(20.0, 20.0) == GOES_ON and calls[0].state == FINISHED
+    rests[0]()
+    sleep(0.05)
+    mpi.library.is_watched = 1
+    assert rests[1]()
+
+
+def test_rest_ends_if_a_kernel_can_run_that_nobody_runs(mpi, rests):
+    """As long as Python runs another one, it will look itself."""
+    calls = mpi.call({"kind": IN_PYTHON}), mpi.call(MESSAGE, {"kind": IN_PYTHON}, dones=[[1], []]), mpi.call(MESSAGE)
+    assert [call.run(5 * i, 0.0, 1.0) for i, call in enumerate(calls)] == [HAS_KERNELS, GOES_ON, GOES_ON]
+    assert calls[0].take(False) == 0
+    mpi.library.poll()
+    mpi.done_below = 6
+    assert calls[2].drive(20.0, 20.0) == GOES_ON and mpi.library.news == 4
+    begun = perf_counter()
+    mpi.library.rest(0.05)
+    assert perf_counter() - begun > 0.049
+    assert calls[0].ran(0, 1.0) == FINISHED
+    rests[0]()
+    assert rests[1]()
 
 
 # ------------------------------------------------------------------------------------------------ what stays
@@ -311,7 +320,7 @@ def with_a_kernel_that_runs(mpi):
     KEPT.append((memory, x, y))
     call.place(np.array([a.ctypes.data for a in (memory, x, y)], np.uint64))
     call.run(0, 0.0, 1.0)
-    mpi.is_done = 1
+    mpi.done_below = 1
     assert soon(lambda: np.frombuffer(call.times())[1])
     return call, y
 
@@ -336,7 +345,7 @@ def test_export_waits_for_a_kernel_without_the_gil(mpi, thread):
     ticker = Thread(target=tick)
     ticker.start()
     for _ in range(10):
-        mpi.is_done = 0
+        mpi.done_below = 0
         call, y = with_a_kernel_that_runs(mpi)
         begun = perf_counter()
         _, times, _ = call.export()
@@ -351,32 +360,40 @@ def test_export_waits_for_a_kernel_without_the_gil(mpi, thread):
 
 
 def test_what_python_has_taken_is_given_back_at_the_end(mpi, thread):
-    """While the thread looks at it: the sanitizer for threads sees whether the lock is held."""
+    """While the thread asks whether a kernel runs: the sanitizer for threads sees whether both hold the lock."""
     kernel = {"kind": IN_PYTHON}
-    for turn in range(200):
-        call, other = mpi.call(kernel, MESSAGE), mpi.call(kernel, MESSAGE)
-        assert call.run(0, 0.0, 1.0) == HAS_KERNELS == other.run(0, 0.0, 1.0)
-        assert call.take(False) == 0 == other.take(False)
+    for turn in range(20):
+        call, ready = mpi.call(kernel, MESSAGE), mpi.call(MESSAGE, kernel, dones=[[1], []])
+        assert call.run(0, 0.0, 1.0) == HAS_KERNELS and ready.run(0, 0.0, 1.0) == GOES_ON
+        assert call.take(False) == 0 and call.take(False) == -1
+        mpi.done_below = 1
+        assert soon(lambda: mpi.library.news & 4)  # noqa: B023
+        sleep(1e-3)
+        mpi.done_below = 0
         if turn % 2:
             call.export()
         del call
-        assert other.ran(0, 1.0) == GOES_ON
+        sleep(1e-3)
+        assert ready.take(False) == 1 and ready.ran(1, 1.0) == FINISHED
         with pytest.raises(IndexError, match="no such kernel"):
-            other.ran(0, 1.0)
-        other.export()
+            ready.ran(1, 1.0)
+        mpi.library.poll()
 
 
 def test_kernels_that_are_due_while_others_wait(mpi, thread):
     """A wait sleeps no longer than until the next kernel is due, whoever takes it from the list meanwhile."""
     kernel = {"kind": IN_PYTHON}
-    call = mpi.call(*[kernel] * 100, MESSAGE)
-    assert call.run(0, 0.0, 1.0) == HAS_KERNELS
+    call, other = mpi.call(*[kernel] * 100, MESSAGE), mpi.call(MESSAGE)
+    assert other.run(0, 0.0, 1.0) == GOES_ON and call.run(5, 0.0, 1.0) == HAS_KERNELS
     for i in range(100):
         assert call.take(False) == i
-        call.launched(i, perf_counter(), perf_counter() + 1e-3 + 1e-4 * (i % 7))
-    until = perf_counter() + 20
+        call.launched(i, perf_counter(), perf_counter() + 5e-3 + 1e-3 * (7 * i % 50))
+    driver, until = Thread(target=other.drive, args=(20.0, 20.0)), perf_counter() + 20
+    driver.start()
     while call.unfinished > 1 and perf_counter() < until:
-        call.drive(1e-3, 10.0)
+        call.drive(20e-3, 10.0)
+    mpi.done_below = 1
+    driver.join()
     assert call.unfinished == 1
     call.export()
 
