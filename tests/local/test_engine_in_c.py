@@ -1,4 +1,4 @@
-"""Calls in C over a stand-in for MPI in C: how often the progress thread polls and sleeps, who gets the lock, what stays.
+"""Calls in C over a stand-in for MPI in C: how often the progress thread polls and sleeps, who gets the lock.
 
 Rounds, sleeps and calls of the stand-in are counted: a busy machine makes these tests slow, not wrong.
 """
@@ -41,7 +41,7 @@ def compiled(tmp_path_factory):
 
 
 class StandIn:
-    """The stand-in with what it does. `nanoseconds` of each function, `done_below`, `failure`; `tests` that were made."""
+    """The stand-in, with the variables of stand_in.c as attributes."""
 
     def __init__(self, compiled):
         names = ("isend", "isend", "irecv", "test", "testsome")
@@ -74,7 +74,7 @@ class StandIn:
         for each in dones:
             blockers[each] += 1
         starts = np.zeros(len(ops) + 1, np.int32), np.zeros(0, np.int32)
-        at = np.cumsum([0, *map(len, dones)]).astype(np.int32), np.array(sum(dones, []), np.int32)
+        at = np.cumsum([0, *map(len, dones)]).astype(np.int32), np.array([i for each in dones for i in each], np.int32)
         first, sizes = np.flatnonzero(blockers == 0).astype(np.int32), np.array(nbytes, np.int64)
         how = 0, False, spins, is_long, False
         call = native.Call(self.library, table.view(np.uint8), *starts, *at, blockers, first, sizes, *how)
@@ -367,7 +367,7 @@ def test_what_python_has_taken_is_given_back_at_the_end(mpi, thread):
         assert call.run(0, 0.0, 1.0) == HAS_KERNELS and ready.run(0, 0.0, 1.0) == GOES_ON
         assert call.take(False) == 0 and call.take(False) == -1
         mpi.done_below = 1
-        assert soon(lambda: mpi.library.news & 4)  # noqa: B023
+        assert soon(lambda: mpi.library.news & 4)
         sleep(1e-3)
         mpi.done_below = 0
         if turn % 2:
