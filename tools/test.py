@@ -107,7 +107,7 @@ def legs() -> list[Leg]:
         Leg("lint", "mpich", 60, ("sh", "-c", lint), is_pytest=False),
         Leg("types", "mpich", 240, ("mypy",), is_pytest=False),
         Leg("pure", "mpich", 300, ("-n", "2", "-W", "error", "tests/pure")),
-        Leg("local", "mpich", 300, ("-n", "2", "-W", "error", *OF_TORCH, "tests/local")),
+        Leg("local", "mpich", 360, ("-n", "2", "-W", "error", *OF_TORCH, "tests/local")),
     ]
     for mpi in ENVIRONMENTS:
         ranks_of_files = {path: ranks_of(path)[mpi] for path in sorted((ROOT / "tests/mpi").glob("test_*.py"))}

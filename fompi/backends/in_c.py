@@ -9,6 +9,14 @@ from fompi.base.wires import WIRES
 from fompi.plans.dependencies import divisor
 from fompi.plans.kernels import DECODE, DECODE_ADD, ENCODE, MOVES
 
+run: Callable[..., None] | None
+"""The kernels of C. They need no MPI: calls that Python carries out use them, too. None: there was no compiler."""
+
+try:
+    from fompi.native._native import kernel as run
+except ImportError:
+    run = None
+
 COPY, MEAN, BYTE = 0, 3, 0
 
 KERNELS = {"add": 1, "prod": 2, "max": 4, "min": 5}
@@ -70,10 +78,6 @@ def kernel_of(name: str, reads: Sequence[str], writes: Sequence[str]) -> KernelI
     if len({*dtypes}) > 1 or number is None or known == COPY or (known in NOT_COMPLEX and "complex" in dtype):
         return None
     return None if count and "int" in dtype else KernelInC(known, number, count or 1, 0)
-
-
-run: Callable[..., None] | None = None
-"""`fompi.native._native.kernel`, if calls run in C (`fompi.engine.native`)."""
 
 
 def bound(name: str, reads: Sequence[Any], writes: Sequence[Any], dtypes: Any) -> Callable[[], None] | None:

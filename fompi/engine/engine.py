@@ -36,6 +36,9 @@ without knowing this, such as the ranks of two containers. Those ranks move mess
 TURN_SECONDS = 3e-5
 """So long a wait leaves the lock to other threads, after C has driven a call without progress."""
 
+MOST_ROUNDS = 32
+"""So often the engine polls before a long kernel at most, if each poll moves something."""
+
 JOIN_SECONDS = 1e-4
 """If a program asks twice within 0.1 ms whether a call is done, it did nothing else in between. It was waiting."""
 
@@ -206,10 +209,12 @@ class Engine(InFlight):
 
     def poll_thoroughly(self) -> None:
         """Poll until nothing arrives any more: during the next kernel there may be no poll for a long time."""
+        silent = 1  # `progress` has polled once before
         with self.lock:
-            for _ in range(POLLS_PER_WAKE - 1):  # `progress` has polled once before
-                while self.poll():
-                    pass
+            for _ in range(MOST_ROUNDS):
+                silent += not self.poll()
+                if silent == POLLS_PER_WAKE:
+                    return
 
     def progress_while_waiting(self) -> None:
         """`progress()` for a program that asks whether a call is done. This time counts as waiting."""

@@ -6,7 +6,6 @@ import ctypes
 from functools import cache
 from typing import Any, NamedTuple
 
-from fompi.backends import in_c
 from fompi.base.errors import LaunchError
 from fompi.mpi import environment
 from fompi.mpi.transport import start_mpi
@@ -46,7 +45,7 @@ def refusal() -> LaunchError | None:
 
 def _found() -> NativeSupport:
     try:
-        from fompi.native._native import Library, kernel
+        from fompi.native._native import Library
     except ImportError:
         return NativeSupport(None, "fompi was installed without a C compiler: install one, then fompi again")
     MPI = start_mpi()
@@ -57,7 +56,6 @@ def _found() -> NativeSupport:
         return NativeSupport(None, f"this MPI has requests of {nbytes} bytes")
     isend, issend, irecv, test, testsome = (_address(name, str(MPI.__file__)) for name in FUNCTIONS)
     if isend and issend and irecv and test and testsome:
-        in_c.run = kernel
         return NativeSupport(Library(isend, issend, irecv, test, testsome, MPI.BYTE.handle, nbytes), "")
     return NativeSupport(None, "the functions of the MPI library that mpi4py has loaded were not found")
 

@@ -123,11 +123,11 @@ static Tiles tiles_of(int32_t is_wide, int64_t m) {
         return (Tiles){12, is_wide ? 16 : 32, f32_avx512, f64_avx512, turn_f32, turn_f64};
     }
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-        if (m == 1) return (Tiles){1, is_wide ? 8 : 16, f32_avx2_1, f64_avx2_1};
-        return (Tiles){6, is_wide ? 8 : 16, f32_avx2, f64_avx2};
+        if (m == 1) return (Tiles){1, is_wide ? 8 : 16, f32_avx2_1, f64_avx2_1, NULL, NULL};
+        return (Tiles){6, is_wide ? 8 : 16, f32_avx2, f64_avx2, NULL, NULL};
     }
 #endif
-    return (Tiles){4, 8, f32_plain, f64_plain};
+    return (Tiles){4, 8, f32_plain, f64_plain, NULL, NULL};
 }
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }

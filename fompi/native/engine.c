@@ -6,8 +6,9 @@
  * A call that `run` does not finish is in flight: the progress thread, `Library.poll`, and each `run` and `drive` of
  * another call go on with it. Kernels that are Python's are handed out by `take`, and come back by `ran`.
  *
- * `Library.lock` guards all calls. It is free while a kernel runs, but for small ones. Nobody waits for it with the GIL,
- * and the progress thread never takes the GIL. Python's threads hold the engine's lock of Python, too.
+ * `Library.lock` guards all calls, from `run` until they are finished or exported. It is free while a kernel runs, but for
+ * small ones. Nobody waits for it, or for a kernel, with the GIL, and the progress thread never takes the GIL. Python's
+ * threads hold the engine's lock of Python, too.
  *
  * There is no mpi.h. Functions of MPI are addresses, handles are `intptr_t` (an int of MPICH, a pointer of Open MPI), a
  * request has `request_nbytes` bytes, and a status is memory of STATUS_NBYTES that nobody reads.
@@ -40,7 +41,9 @@
 #define YIELDS 280              /* those of engine.py */
 #define PAUSE_SECONDS 3e-5
 #define LINGER_SECONDS 0.05
-#define COPY_SECONDS 1e-5       /* a round that took longer has copied a part of a message: there may be more of it */
+#define MOST_ROUNDS 32          /* of polls in a row, if each one moves something */
+#define COPY_SECONDS 1e-5       /* a round that took longer may have copied a part of a message: there may be more of it */
+#define PART_NBYTES 16384       /* such a part has so many bytes, or more */
 #define SLICE_NANOSECONDS 100000
 #define ASLEEP_SECONDS 5e-5    /* between polls while the program sleeps, and its core has nothing else to do */
 
@@ -75,19 +78,22 @@ typedef struct {
     Py_ssize_t request_nbytes;
     pid_t process;
     pthread_mutex_t lock;
-    int wanted;      /* how many threads wait for the lock */
+    int wanted;      /* how many threads ask for the lock while it is held: atomic */
+    int handing;     /* how many threads in `let_others` wait for their turn */
+    long turns;      /* how often the lock went to one of both kinds */
+    pthread_cond_t turn;
     Call *in_flight; /* the calls in flight, in the order in which they began */
     int news;        /* what `Library.poll` has not told */
     int is_watched;  /* Python wants to be woken when a call has ended */
     int taken;       /* kernels that Python runs now */
     long rounds;     /* rounds of polls, by any thread */
-    pthread_cond_t told, idle; /* there are news, or Python is woken; a kernel has ended, and no other one runs */
+    pthread_cond_t told, idle; /* there are news, or Python is woken; no kernel of a call that stays runs, or no thread */
     int is_woken;
     double kernel_began, longest_forwarding; /* as in engine.py */
     /* the progress thread */
     pthread_t thread;
     pthread_cond_t wake;
-    int has_thread, stops, sleeps;
+    int has_thread, stops, sleeps; /* the first is read without the lock */
     double least, most, seconds; /* between its polls: at least, at most, now */
     int waiting;                 /* threads that drive a call: they poll when they wake */
     pid_t program, opened;       /* the thread that has left the last call in flight, if each rank has a core; whose `stat` is open */
@@ -105,7 +111,7 @@ struct Call {
     int32_t *start_at, *start_to, *done_at, *done_to; /* op i frees start_to[start_at[i] .. start_at[i + 1]] at its start */
     int32_t *blockers_at_first, *first;
     int64_t *nbytes; /* of the buffers */
-    char **bases;
+    char **bases, *needs; /* where they are; 1: an op of C uses it */
     int32_t *given, n_given, n_stamped, stamped_every; /* `forms`: what `begin` writes */
     Handle comm;
     /* the call in flight */
@@ -124,11 +130,17 @@ static double now(void) {
 
 /* ------------------------------------------------------------------------------------------------ the lock */
 
+static void take_turn(Library *mpi) {
+    mpi->turns++;
+    if (mpi->handing) pthread_cond_broadcast(&mpi->turn);
+}
+
 static void lock(Library *mpi) {
     if (!pthread_mutex_trylock(&mpi->lock)) return;
     __atomic_add_fetch(&mpi->wanted, 1, __ATOMIC_RELAXED);
     pthread_mutex_lock(&mpi->lock);
     __atomic_sub_fetch(&mpi->wanted, 1, __ATOMIC_RELAXED);
+    take_turn(mpi);
 }
 
 static void unlock(Library *mpi) { pthread_mutex_unlock(&mpi->lock); }
@@ -140,11 +152,18 @@ static void lock_with_gil(Library *mpi) {
     Py_END_ALLOW_THREADS
 }
 
-static void let_others(Library *mpi) { /* mutexes are not fair */
-    if (!__atomic_load_n(&mpi->wanted, __ATOMIC_RELAXED)) return;
-    unlock(mpi);
-    sched_yield();
-    lock(mpi);
+/* Hands the lock to a thread that asks for it, and comes back after that one. Mutexes are not fair: a thread that frees one
+ * and takes it again does so before another one has woken.
+ *
+ * A thread waits here until `turns` is another number. It does not wait for ever: what `wanted` counts will take the lock,
+ * because nobody gives up, and so will a thread here whose turn has come. Both count `turns` up. */
+static void let_others(Library *mpi) {
+    long turn = mpi->turns;
+    if (!mpi->handing && !__atomic_load_n(&mpi->wanted, __ATOMIC_RELAXED)) return;
+    mpi->handing++;
+    while (mpi->turns == turn) pthread_cond_wait(&mpi->turn, &mpi->lock);
+    mpi->handing--;
+    take_turn(mpi);
 }
 
 static void sleep_for(double seconds) {
@@ -171,8 +190,8 @@ static void release(Call *c, const int32_t *from, const int32_t *to, int32_t i) 
 }
 
 static void complete_at(Call *c, int32_t i, double t) {
-    c->moved_at = t;
-    __atomic_store(&c->ended[i], &c->moved_at, __ATOMIC_RELEASE);
+    __atomic_store(&c->moved_at, &t, __ATOMIC_RELAXED); /* Python reads both without the lock */
+    __atomic_store(&c->ended[i], &t, __ATOMIC_RELEASE);
     c->unfinished--;
     release(c, c->done_at, c->done_to, i);
 }
@@ -360,7 +379,7 @@ static void land(Call *c) {
     if (c->next) c->next->previous = c->previous;
     if (c->previous) c->previous->next = c->next;
     else c->library->in_flight = c->next;
-    c->is_in_flight = 0;
+    __atomic_store_n(&c->is_in_flight, 0, __ATOMIC_RELEASE); /* `refuse_if_unfinished` */
 }
 
 /* Takes a call out of the calls in flight that C goes on with no more, and notes what Python must know of it. */
@@ -394,13 +413,27 @@ static int go_round(Library *mpi, const Call *except) {
     return moved;
 }
 
-/* Gives the core to other threads: yields it at first, later sleeps, but not past the end of a timed kernel. */
-static void rest(const Call *c, long times) {
+/* Tells Python what it must know and might not see: nobody waits for these calls. */
+static int has_to_tell(const Library *mpi) {
+    return (mpi->news & HAS_ENDED && mpi->is_watched) || (mpi->news & HAS_READY && !mpi->taken);
+}
+
+static void tell(Library *mpi) {
+    if (has_to_tell(mpi)) pthread_cond_signal(&mpi->told);
+}
+
+/* Gives the lock and the core to other threads: yields the core at first, later sleeps, but not past the end of a timed
+ * kernel. */
+static void rest(Call *c, long times) {
     double seconds = (times < 10 ? (double)times : 10.0) * PAUSE_SECONDS;
+    let_others(c->library);
     double t = c->n_timed ? now() : 0.0;
     for (int32_t k = 0; k < c->n_timed; k++) seconds = c->dues[c->timed[k]] - t < seconds ? c->dues[c->timed[k]] - t : seconds;
+    if (state_of(c) != GOES_ON) return;
+    unlock(c->library);
     if (times <= 0) sched_yield();
     else if (seconds > 0) sleep_for(seconds);
+    lock(c->library);
 }
 
 /* Drives the call for `seconds`, or until it has made no progress for `stall` seconds. 0 seconds: one round.
@@ -435,9 +468,7 @@ static int drive(Call *c, double seconds, double stall) {
         if (seconds <= 0 || mpi->news) break;
         if (mpi->in_flight) go_round(mpi, c);
         if (++idle <= c->spins) continue;
-        unlock(mpi); /* mutexes are not fair: one who waits for this one may get it */
         rest(c, idle - c->spins - YIELDS);
-        lock(mpi);
         t = now();
         if (t - (c->moved_at > from ? c->moved_at : from) > stall) {
             state = STALLED;
@@ -447,8 +478,10 @@ static int drive(Call *c, double seconds, double stall) {
     }
     mpi->waiting--;
     if (state_of(c) != GOES_ON) state = state_of(c); /* the progress thread may have ended it during the rest */
-    if (state == FINISHED || state == FAILED || state == DISAGREES) land(c);
-    else {
+    if (state == FINISHED || state == FAILED || state == DISAGREES) {
+        land(c);
+        tell(mpi); /* Python polls no more for this call, and there may be news of others */
+    } else {
         depart(c);
         mpi->program = c->spins ? (pid_t)syscall(SYS_gettid) : 0;
     }
@@ -470,12 +503,6 @@ static void request_short_slices(void) {
     } request = {sizeof request, SCHED_OTHER, 0, getpriority(PRIO_PROCESS, 0), 0, SLICE_NANOSECONDS, 0, 0};
     if (sched_getscheduler(0) == SCHED_OTHER) syscall(SYS_sched_setattr, 0, &request, 0);
 #endif
-}
-
-/* Tells Python what it must know and might not see: nobody waits for these calls. */
-static void tell(Library *mpi) {
-    int ended = mpi->news & HAS_ENDED && mpi->is_watched, ready = mpi->news & HAS_READY && !mpi->taken;
-    if (ended || ready) pthread_cond_signal(&mpi->told);
 }
 
 static double until_next_poll(const Library *mpi) {
@@ -505,9 +532,18 @@ static int program_sleeps(Library *mpi) {
     return state != NULL && state[1] && state[2] == 'S';
 }
 
+/* As many parts as the messages in flight may have: as often can a poll that ends none of them have copied something. */
+static int64_t parts_in_flight(const Library *mpi) {
+    int64_t parts = 0;
+    for (const Call *c = mpi->in_flight; c; c = c->next)
+        for (int32_t k = 0; k < c->n_pending; k++) parts += c->ops[c->owners[k]].count / PART_NBYTES;
+    return parts;
+}
+
 static void *run_thread(void *argument) {
     Library *mpi = argument;
     double busy_at = now(), moved_at = 0.0;
+    int64_t copies = 0; /* long rounds since the last one that has moved something: no more than there are parts */
     request_short_slices();
     lock(mpi);
     while (!mpi->stops) {
@@ -520,6 +556,7 @@ static void *run_thread(void *argument) {
         t = now();
         if (!mpi->in_flight) {
             mpi->longest_forwarding = 0.0;
+            copies = 0;
             if (t - busy_at < LINGER_SECONDS) continue;
             mpi->sleeps = 1;
             while (!mpi->in_flight && !mpi->stops) pthread_cond_wait(&mpi->wake, &mpi->lock);
@@ -530,15 +567,20 @@ static void *run_thread(void *argument) {
         }
         busy_at = t;
         if (mpi->rounds != seen) continue; /* another thread polls */
-        int moved = 0;
-        for (int k = 0; k < POLLS_PER_WAKE && !mpi->stops; k++) {
+        int moved = 0, rounds = 0;
+        for (int silent = 0; silent < POLLS_PER_WAKE && rounds < MOST_ROUNDS && !mpi->stops; rounds++) {
             double begun = now();
             int has_moved = go_round(mpi, NULL);
             moved |= has_moved;
-            if (has_moved || now() - begun > COPY_SECONDS) k = -1;
+            if (has_moved) silent = copies = 0;
+            else if (now() - begun > COPY_SECONDS && copies < parts_in_flight(mpi)) silent = 0, copies++;
+            else silent++;
             let_others(mpi);
         }
-        if (moved) {
+        if (rounds == MOST_ROUNDS) {
+            mpi->seconds = mpi->least;
+            moved_at = now();
+        } else if (moved) {
             t = now();
             double gap = (t - moved_at) / POLLS_PER_MESSAGE;
             mpi->seconds = gap < mpi->least ? mpi->least : gap > mpi->most ? mpi->most : gap;
@@ -582,6 +624,7 @@ static PyObject *library_new(PyTypeObject *type, PyObject *args, PyObject *optio
     pthread_cond_init(&self->wake, &clock);
     pthread_cond_init(&self->told, &clock);
     pthread_cond_init(&self->idle, &clock);
+    pthread_cond_init(&self->turn, &clock);
     pthread_condattr_destroy(&clock);
     return (PyObject *)self;
 }
@@ -594,16 +637,23 @@ static void plain_free(PyObject *self) {
 }
 
 static void stop_thread(Library *mpi) {
-    if (!mpi->has_thread || mpi->process != getpid()) return; /* a fork has no thread */
+    if (mpi->process != getpid()) return; /* a fork has no thread */
     Py_BEGIN_ALLOW_THREADS
     lock(mpi);
-    mpi->stops = 1;
-    pthread_cond_signal(&mpi->wake);
-    pthread_cond_signal(&mpi->told);
+    while (mpi->stops) pthread_cond_wait(&mpi->idle, &mpi->lock); /* another thread stops it: only one may join it */
+    if (mpi->has_thread) {
+        mpi->stops = mpi->is_woken = 1;
+        pthread_cond_signal(&mpi->wake);
+        pthread_cond_signal(&mpi->told);
+        unlock(mpi);
+        pthread_join(mpi->thread, NULL);
+        lock(mpi);
+        mpi->stops = 0;
+        __atomic_store_n(&mpi->has_thread, 0, __ATOMIC_RELAXED);
+        pthread_cond_broadcast(&mpi->idle);
+    }
     unlock(mpi);
-    pthread_join(mpi->thread, NULL);
     Py_END_ALLOW_THREADS
-    mpi->has_thread = mpi->stops = 0;
 }
 
 static void library_free(PyObject *self) {
@@ -630,7 +680,9 @@ static PyObject *library_help(PyObject *self, PyObject *args) {
     double least, most;
     int failed = 0;
     if (!PyArg_ParseTuple(args, "dd", &least, &most)) return NULL;
-    lock_with_gil(mpi);
+    Py_BEGIN_ALLOW_THREADS
+    lock(mpi);
+    while (mpi->stops) pthread_cond_wait(&mpi->idle, &mpi->lock);
     mpi->least = mpi->seconds = least;
     mpi->most = most;
     if (!mpi->has_thread) {
@@ -639,9 +691,10 @@ static PyObject *library_help(PyObject *self, PyObject *args) {
         pthread_sigmask(SIG_SETMASK, &all, &before);
         failed = pthread_create(&mpi->thread, NULL, run_thread, mpi);
         pthread_sigmask(SIG_SETMASK, &before, NULL);
-        mpi->has_thread = !failed;
+        __atomic_store_n(&mpi->has_thread, !failed, __ATOMIC_RELAXED);
     }
     unlock(mpi);
+    Py_END_ALLOW_THREADS
     return PyBool_FromLong(!failed);
 }
 
@@ -658,7 +711,7 @@ static PyObject *library_rest(PyObject *self, PyObject *seconds) {
     until += now();
     Py_BEGIN_ALLOW_THREADS
     lock(mpi);
-    if (!mpi->is_woken) wait_until(&mpi->told, mpi, until);
+    while (!mpi->is_woken && !has_to_tell(mpi) && now() < until) wait_until(&mpi->told, mpi, until);
     mpi->is_woken = 0;
     unlock(mpi);
     Py_END_ALLOW_THREADS
@@ -684,17 +737,41 @@ static PyMethodDef library_methods[] = {
     {"wake", library_wake, METH_NOARGS, "End the `rest` of another thread, or the next one."},
     {NULL, NULL, 0, NULL},
 };
-static PyMemberDef library_members[] = {
-    {"is_watched", T_INT, offsetof(Library, is_watched), 0, "not 0: the thread ends `rest` when a call has ended"},
-    {"has_thread", T_INT, offsetof(Library, has_thread), READONLY, "1 while a thread polls"},
-    {"news", T_INT, offsetof(Library, news), 0, "what `poll` would tell but for 1: while there is any, `Call.drive` returns at once"},
-    {NULL, 0, 0, 0, NULL},
+static PyObject *library_has_thread(PyObject *self, void *none) {
+    (void)none;
+    return PyLong_FromLong(__atomic_load_n(&((Library *)self)->has_thread, __ATOMIC_RELAXED));
+}
+
+static int *library_field(Library *mpi, void *name) { return *(char *)name == 'n' ? &mpi->news : &mpi->is_watched; }
+
+static PyObject *library_get(PyObject *self, void *name) {
+    lock_with_gil((Library *)self);
+    int value = *library_field((Library *)self, name);
+    unlock((Library *)self);
+    return PyLong_FromLong(value);
+}
+
+static int library_set(PyObject *self, PyObject *value, void *name) {
+    long number = value == NULL ? 0 : PyLong_AsLong(value);
+    if (number == -1 && PyErr_Occurred()) return -1;
+    lock_with_gil((Library *)self);
+    *library_field((Library *)self, name) = (int)number;
+    tell((Library *)self);
+    unlock((Library *)self);
+    return 0;
+}
+
+static PyGetSetDef library_getset[] = {
+    {"is_watched", library_get, library_set, "not 0: the thread ends `rest` when a call has ended", "is_watched"},
+    {"has_thread", library_has_thread, NULL, "1 while a thread polls", NULL},
+    {"news", library_get, library_set, "what `poll` would tell but for 1: while there is any, `Call.drive` returns at once", "news"},
+    {NULL, NULL, NULL, NULL, NULL},
 };
 static PyType_Slot library_slots[] = {
     {Py_tp_new, library_new},
     {Py_tp_dealloc, library_free},
     {Py_tp_methods, library_methods},
-    {Py_tp_members, library_members},
+    {Py_tp_getset, library_getset},
     {Py_tp_doc, "The functions of an MPI library by address, its MPI_BYTE, and the size of a request."},
     {0, NULL},
 };
@@ -735,6 +812,12 @@ static int is_inside(const Call *c, const Op *o, int k, int64_t nbytes) {
            o->offsets[k] <= c->nbytes[o->buffers[k]] - nbytes;
 }
 
+/* Notes which buffers this op uses. */
+static void note_needs(Call *c, const Op *o) {
+    int n = o->kind == KERNEL ? 3 : o->kind == CHECK || o->flags & CARRIED ? 2 : 1;
+    for (int k = 0; o->kind != PYTHON && o->count && k < n; k++) c->needs[o->buffers[k]] = 1;
+}
+
 static int is_op(const Call *c, const Op *o) {
     if (o->kind == SEND || o->kind == RECV)
         return o->count >= 0 && o->count <= INT32_MAX && o->number >= 0 && o->peer >= 0 && is_inside(c, o, 0, o->count) &&
@@ -751,10 +834,12 @@ static int is_op(const Call *c, const Op *o) {
     return 1;
 }
 
-static const char *fault(const Call *c, int32_t n_start, int32_t n_start_to, int32_t n_done, int32_t n_done_to) {
+static const char *fault(Call *c, int32_t n_start, int32_t n_start_to, int32_t n_done, int32_t n_done_to) {
     int32_t n = c->n_ops, first = 0;
-    for (int32_t i = 0; i < n; i++)
+    for (int32_t i = 0; i < n; i++) {
         if (!is_op(c, &c->ops[i])) return "an op does not stay inside its buffers";
+        note_needs(c, &c->ops[i]);
+    }
     memset(c->blockers, 0, (size_t)n * sizeof(int32_t));
     if (!are_edges(c->start_at, n_start, c->start_to, n_start_to, n, c->blockers) ||
         !are_edges(c->done_at, n_done, c->done_to, n_done_to, n, c->blockers))
@@ -767,24 +852,26 @@ static const char *fault(const Call *c, int32_t n_start, int32_t n_start_to, int
     return first == c->n_first ? NULL : "the list of first ops is wrong";
 }
 
-/* C goes on with this call no more, once no kernel of it runs. */
+/* C goes on with this call no more, once no kernel of it runs: one may run after the call has failed. Nobody else uses the
+ * call: it is driven, or nobody has it. */
 static void stay(Call *c) {
+    Py_BEGIN_ALLOW_THREADS
+    lock(c->library);
     c->stays = 1;
     while (c->n_running) pthread_cond_wait(&c->library->idle, &c->library->lock);
     c->stays = 0;
     land(c);
+    c->library->taken -= c->n_taken;
+    c->n_taken = 0;
+    unlock(c->library);
+    Py_END_ALLOW_THREADS
 }
 
 static void call_free(PyObject *object) {
     Call *c = (Call *)object;
-    if (c->library && c->is_in_flight && c->library->process == getpid()) {
-        lock_with_gil(c->library);
-        stay(c);
-        c->library->taken -= c->n_taken;
-        unlock(c->library);
-    }
+    if (c->library && c->library->process == getpid()) stay(c);
     void *all[] = {c->ops, c->start_at, c->start_to, c->done_at, c->done_to, c->blockers_at_first, c->first, c->nbytes,
-                   c->bases, c->given, c->blockers, c->queue, c->ready, c->python, c->timed, c->dues, c->owners, c->indices, c->finished,
+                   c->bases, c->needs, c->given, c->blockers, c->queue, c->ready, c->python, c->timed, c->dues, c->owners, c->indices, c->finished,
                    c->requests, c->statuses, c->begun};
     for (size_t k = 0; k < sizeof all / sizeof *all; k++) free(all[k]);
     Py_XDECREF((PyObject *)c->library);
@@ -835,8 +922,9 @@ static PyObject *call_new(PyTypeObject *type, PyObject *args, PyObject *options)
     c->statuses = calloc(m, STATUS_NBYTES);
     c->begun = calloc(2 * n, sizeof(double));
     c->bases = calloc((size_t)c->n_buffers + 1, sizeof(char *));
+    c->needs = calloc((size_t)c->n_buffers + 1, 1);
     if (!c->blockers || !c->queue || !c->ready || !c->python || !c->timed || !c->dues || !c->owners || !c->indices || !c->finished || !c->requests ||
-        !c->statuses || !c->begun || !c->bases) {
+        !c->statuses || !c->begun || !c->bases || !c->needs) {
         PyErr_NoMemory();
         goto failed;
     }
@@ -854,10 +942,25 @@ static int refuse_if_driven(const Call *c) {
     return c->is_driven;
 }
 
+static int refuse_if_unfinished(const Call *c) {
+    int is_unfinished = __atomic_load_n(&c->is_in_flight, __ATOMIC_ACQUIRE) || c->unfinished; /* in this order */
+    if (is_unfinished) PyErr_SetString(PyExc_RuntimeError, "the last call is not finished");
+    return is_unfinished || refuse_if_driven(c);
+}
+
+static int refuse_if_unplaced(const Call *c) {
+    for (int32_t k = 0; k < c->n_buffers; k++) {
+        if (!c->needs[k] || c->bases[k]) continue;
+        PyErr_Format(PyExc_ValueError, "buffer %d has no address", (int)k);
+        return 1;
+    }
+    return 0;
+}
+
 static PyObject *call_place(PyObject *self, PyObject *addresses) {
     Call *c = (Call *)self;
     Py_buffer view;
-    if (refuse_if_driven(c) || PyObject_GetBuffer(addresses, &view, PyBUF_SIMPLE) < 0) return NULL;
+    if (refuse_if_unfinished(c) || PyObject_GetBuffer(addresses, &view, PyBUF_SIMPLE) < 0) return NULL;
     int fits = view.len == (Py_ssize_t)(c->n_buffers * sizeof(char *));
     if (fits) memcpy(c->bases, view.buf, (size_t)view.len);
     PyBuffer_Release(&view);
@@ -879,12 +982,6 @@ static PyObject *driven(Call *c, double seconds, double stall) {
     Py_END_ALLOW_THREADS
     c->is_driven = 0;
     return PyLong_FromLong(state);
-}
-
-static int refuse_if_unfinished(const Call *c) {
-    int is_unfinished = c->is_in_flight || c->unfinished;
-    if (is_unfinished) PyErr_SetString(PyExc_RuntimeError, "the last call is not finished");
-    return is_unfinished || refuse_if_driven(c);
 }
 
 static void reset(Call *c, int tag) {
@@ -921,7 +1018,8 @@ static PyObject *call_run(PyObject *self, PyObject *args) {
     PyObject *held = NULL;
     double seconds, stall;
     int tag;
-    if (!PyArg_ParseTuple(args, "idd|O", &tag, &seconds, &stall, &held) || refuse_if_unfinished(c)) return NULL;
+    if (!PyArg_ParseTuple(args, "idd|O", &tag, &seconds, &stall, &held) || refuse_if_unfinished(c) || refuse_if_unplaced(c))
+        return NULL;
     reset(c, tag);
     if (held != NULL && !hold(c, held)) return NULL;
     return driven(c, seconds, stall);
@@ -939,6 +1037,7 @@ static PyObject *call_release(PyObject *self, PyObject *ops) {
     if (is_right) {
         start_ops(c);
         settle(c);
+        tell(c->library);
     }
     unlock(c->library);
     free(freed);
@@ -957,8 +1056,10 @@ static PyObject *call_take(PyObject *self, PyObject *merges_only) {
     Py_BEGIN_ALLOW_THREADS
     lock(mpi);
     if (c->is_long && c->n_python)
-        for (int k = 0; k < POLLS_PER_WAKE; k++) /* during this kernel there may be no poll for a long time */
-            while (go_round(mpi, NULL)) {}
+        for (int silent = 0, rounds = 0; silent < POLLS_PER_WAKE && rounds < MOST_ROUNDS; rounds++) {
+            silent += !go_round(mpi, NULL); /* during this kernel there may be no poll for a long time */
+            let_others(mpi);
+        }
     int32_t at = c->n_python - 1;
     while (at >= 0 && !(c->ops[c->python[at]].flags & MERGE)) at--;
     if (at < 0 && !only) at = c->n_python - 1;
@@ -974,19 +1075,16 @@ static PyObject *call_take(PyObject *self, PyObject *merges_only) {
     return PyLong_FromLong(i);
 }
 
-/* The arguments of a kernel of Python that was taken: (op, begun, ...). */
+/* True if Python has taken this kernel, and has not given it back. The lock is held. */
 static int is_taken(const Call *c, int i) {
-    int is_right = i >= 0 && i < c->n_ops && c->ops[i].kind == PYTHON && c->begun[i] && !c->ended[i] && !c->dues[i] && c->n_taken;
-    if (!is_right) PyErr_SetString(PyExc_IndexError, "no such kernel runs");
-    return is_right;
+    return i >= 0 && i < c->n_ops && c->ops[i].kind == PYTHON && c->begun[i] && !c->ended[i] && !c->dues[i] && c->n_taken;
 }
 
-/* Python has run a kernel, or has launched one that ends when it is `due`, if that is not 0. */
-static PyObject *given_back(Call *c, int i, double begun, double due) {
+/* Python has run a kernel, or has launched one that ends when it is `due`, if that is not 0. Returns the state, or -1. The
+ * lock is held. */
+static int take_back(Call *c, int i, double begun, double due) {
     int state;
-    if (!is_taken(c, i)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    lock(c->library);
+    if (!is_taken(c, i)) return -1;
     c->n_taken--;
     c->library->taken--;
     c->begun[i] = begun;
@@ -1003,9 +1101,19 @@ static PyObject *given_back(Call *c, int i, double begun, double due) {
     state = state_of(c);
     if (state != GOES_ON) land(c);
     else if (c->n_python) state = HAS_KERNELS;
+    return state;
+}
+
+static PyObject *given_back(Call *c, int i, double begun, double due) {
+    int state;
+    Py_BEGIN_ALLOW_THREADS
+    lock(c->library);
+    state = take_back(c, i, begun, due);
     unlock(c->library);
     Py_END_ALLOW_THREADS
-    return PyLong_FromLong(state);
+    if (state >= 0) return PyLong_FromLong(state);
+    PyErr_SetString(PyExc_IndexError, "no such kernel runs");
+    return NULL;
 }
 
 static PyObject *call_ran(PyObject *self, PyObject *args) {
@@ -1041,6 +1149,7 @@ static PyObject *call_form(PyObject *self, PyObject *args) {
     c->n_given = n;
     c->n_stamped = n_stamped;
     c->stamped_every = every;
+    for (int k = 1; k <= n_stamped; k++) c->needs[c->n_buffers - k] = 1;
     Py_RETURN_NONE;
 }
 
@@ -1060,6 +1169,7 @@ static PyObject *call_run_on(PyObject *self, PyObject *args) {
         c->bases[c->given[k]] = (char *)PyLong_AsVoidPtr(PyTuple_GetItem(addresses, k));
         if (PyErr_Occurred()) return NULL;
     }
+    if (refuse_if_unplaced(c)) return NULL;
     for (int k = 1; k <= c->n_stamped; k++)
         for (int64_t at = 0; at < c->nbytes[c->n_buffers - k]; at += c->stamped_every)
             memcpy(c->bases[c->n_buffers - k] + at, &stamp, sizeof(int64_t));
@@ -1100,7 +1210,25 @@ static PyObject *call_state(PyObject *self, void *none) {
 static PyObject *call_times(PyObject *self, PyObject *none) {
     Call *c = (Call *)self;
     (void)none;
-    return PyBytes_FromStringAndSize((char *)c->begun, (Py_ssize_t)(2 * (size_t)c->n_ops * sizeof(double)));
+    lock_with_gil(c->library);
+    PyObject *times = PyBytes_FromStringAndSize((char *)c->begun, (Py_ssize_t)(2 * (size_t)c->n_ops * sizeof(double)));
+    unlock(c->library);
+    return times;
+}
+
+static PyObject *call_moved_at(PyObject *self, void *none) {
+    double t;
+    (void)none;
+    __atomic_load(&((Call *)self)->moved_at, &t, __ATOMIC_RELAXED);
+    return PyFloat_FromDouble(t);
+}
+
+static PyObject *call_number(PyObject *self, void *name) {
+    Call *c = (Call *)self;
+    lock_with_gil(c->library);
+    long value = *(char *)name == 'u' ? c->unfinished : *(char *)name == 'd' ? c->disagrees : c->error;
+    unlock(c->library);
+    return PyLong_FromLong(value);
 }
 
 static PyObject *call_export(PyObject *self, PyObject *none) {
@@ -1108,9 +1236,9 @@ static PyObject *call_export(PyObject *self, PyObject *none) {
     Py_ssize_t size = c->library->request_nbytes;
     (void)none;
     if (refuse_if_driven(c)) return NULL;
-    lock_with_gil(c->library);
+    c->is_driven = 1;
     stay(c);
-    unlock(c->library);
+    c->is_driven = 0;
     PyObject *requests = PyList_New(c->n_pending);
     if (requests == NULL) return NULL;
     for (int32_t k = 0; k < c->n_pending; k++) {
@@ -1124,8 +1252,7 @@ static PyObject *call_export(PyObject *self, PyObject *none) {
             return NULL;
         }
     }
-    c->library->taken -= c->n_taken;
-    c->n_taken = c->n_pending = c->unfinished = 0;
+    c->n_pending = c->unfinished = 0;
     return Py_BuildValue("y#NN", (char *)c->blockers, (Py_ssize_t)((size_t)c->n_ops * sizeof(int32_t)),
                          call_times(self, NULL), requests);
 }
@@ -1149,16 +1276,16 @@ static PyMethodDef call_methods[] = {
 };
 static PyMemberDef call_members[] = {
     {"started", T_DOUBLE, offsetof(Call, started), READONLY, "when the last call began"},
-    {"moved_at", T_DOUBLE, offsetof(Call, moved_at), READONLY, "when it last made progress"},
-    {"unfinished", T_INT, offsetof(Call, unfinished), READONLY, "how many ops are not done"},
-    {"disagrees", T_INT, offsetof(Call, disagrees), READONLY, "1 if a CHECK has found a difference"},
     {"has_kernels", T_INT, offsetof(Call, n_python_ops), READONLY, "how many of its ops are kernels of Python"},
-    {"error", T_INT, offsetof(Call, error), READONLY, "the error code of MPI, or 0"},
     {NULL, 0, 0, 0, NULL},
 };
 static PyGetSetDef call_getset[] = {
     {"state", call_state, NULL, "0: finished; 1: it goes on; 3: MPI has failed; 4: a CHECK has found a difference; 5: it has "
                                 "kernels for Python", NULL},
+    {"moved_at", call_moved_at, NULL, "when it last made progress", NULL},
+    {"unfinished", call_number, NULL, "how many ops are not done", "unfinished"},
+    {"disagrees", call_number, NULL, "1 if a CHECK has found a difference", "disagrees"},
+    {"error", call_number, NULL, "the error code of MPI, or 0", "error"},
     {NULL, NULL, NULL, NULL, NULL},
 };
 static PyType_Slot call_slots[] = {

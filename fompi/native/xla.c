@@ -8,9 +8,16 @@
 #include "xla.h"
 
 enum { EXTENSION = 1, API = 2, COUNT = -2, ARGUMENTS = 9, RESULTS = 14, ATTRIBUTES = 20 }; /* words of a frame */
-enum { TYPE = 1, METADATA_OF = 3, METADATA = 1, VERSION = 3, DATA = 3 };                   /* of what they point to */
+enum { TYPE = 1, METADATA_OF = 3, METADATA = 1, VERSION = 3, DATA = 3, ERROR_CREATE = 6 }; /* of what they point to */
 
 typedef uint64_t Word;
+
+typedef struct {
+    size_t size;
+    void *extension;
+    const char *message;
+    int32_t code;
+} Error; /* what ERROR_CREATE takes */
 
 static PyObject *run; /* run(site, addresses of the arguments, of the results, API of XLA) -> None, or an error of XLA */
 static int32_t version[2];
@@ -28,6 +35,13 @@ static PyObject *addresses(const Word *frame, int which) {
     return made;
 }
 
+/* An error of XLA that needs no Python: without memory, or for an exception that `run` has let through. */
+static void *no_result(const Word *frame) {
+    void *(*create)(const Error *) = (void *(*)(const Error *))(uintptr_t)at(frame[API])[ERROR_CREATE];
+    Error error = {sizeof error, NULL, "fompi: the call in a JAX program could not begin, or has no result: see stderr", 13};
+    return create(&error);
+}
+
 static void *handle(Word *frame) {
     Word *extension = at(frame[EXTENSION]);
     if (extension != NULL && (int32_t)extension[TYPE] == METADATA) {
@@ -39,8 +53,11 @@ static void *handle(Word *frame) {
     PyGILState_STATE state = PyGILState_Ensure();
     PyObject *given = addresses(frame, ARGUMENTS), *results = addresses(frame, RESULTS), *said = NULL;
     if (given != NULL && results != NULL) said = PyObject_CallFunction(run, "KOOK", site, given, results, frame[API]);
-    if (said == NULL) PyErr_WriteUnraisable(run); /* there is no memory: `run` itself raises nothing */
-    else if (said != Py_None) error = PyLong_AsVoidPtr(said);
+    if (said != NULL && said != Py_None) error = PyLong_AsVoidPtr(said);
+    if (PyErr_Occurred()) {
+        PyErr_WriteUnraisable(run);
+        error = no_result(frame);
+    }
     Py_XDECREF(said);
     Py_XDECREF(given);
     Py_XDECREF(results);

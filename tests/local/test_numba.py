@@ -18,6 +18,12 @@ def bfloat16(seed):
     return backend.narrow(wide, "bfloat16")
 
 
+@pytest.fixture(autouse=True)
+def no_kernels_in_c(monkeypatch):
+    """They would be taken before those of Numba, and before those of NumPy."""
+    monkeypatch.setattr(wires.in_c, "run", None)
+
+
 @pytest.fixture
 def numpy_only(monkeypatch):
     """A function that switches Numba off."""

@@ -538,3 +538,13 @@ def test_a_poll_that_ends_a_watched_call_tells_so(engine, arrived):
     arrived.add(3)
     engine.progress()
     assert ended == [True] and not engine.watched
+
+
+def test_before_a_long_kernel_there_are_a_few_polls(monkeypatch):
+    """Also if each one moves something; and the last ones have moved nothing."""
+    engine = Engine(lambda requests: None, 10.0, 0)
+    for moves, wanted in ((lambda n: True, 32), (lambda n: n < 7, 8), (lambda n: False, 2), (lambda n: n % 2 == 0, 3)):
+        polls = []
+        monkeypatch.setattr(engine, "poll", lambda moves=moves, polls=polls: polls.append(0) or moves(len(polls)))
+        engine.poll_thoroughly()
+        assert len(polls) == wanted

@@ -15,6 +15,7 @@ from catalogue import rounded, wide
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fompi.backends import in_c
 from fompi.backends.half import narrow, widen
 from fompi.backends.numpy import Numpy
 from fompi.base.layout import HALF
@@ -25,6 +26,14 @@ from fompi.schedules import registry
 BACKEND = Numpy()
 NAMES = list(catalogue.problems(1))
 DIGITS = {"float16": 11, "bfloat16": 8}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kernels_of_numpy():
+    """Those of C have the same bits: tests/pure/test_native.py."""
+    before, in_c.run = in_c.run, None
+    yield
+    in_c.run = before
 
 
 def all_digits(random, shape, dtype):

@@ -15,7 +15,8 @@ import catalogue
 import numpy as np
 import pytest
 
-from fompi.backends.half import storage
+from fompi.backends import in_c
+from fompi.backends.half import narrow, storage
 from fompi.backends.numpy import Numpy
 from fompi.engine.native import FUNCTIONS, _address
 from fompi.model.twin import twin
@@ -31,6 +32,12 @@ INT, POINTER, HANDLE, INTS = ctypes.c_int, ctypes.c_void_p, ctypes.c_ssize_t, ct
 SEND = ctypes.CFUNCTYPE(INT, POINTER, INT, HANDLE, INT, INT, HANDLE, POINTER)
 TEST = ctypes.CFUNCTYPE(INT, POINTER, INTS, POINTER)
 TESTSOME = ctypes.CFUNCTYPE(INT, INT, POINTER, INTS, INTS, POINTER)
+
+
+@pytest.fixture(autouse=True)
+def kernels_of_numpy(monkeypatch):
+    """The twin and kernels of Python use none of C: the bits of C are compared with those of NumPy."""
+    monkeypatch.setattr(in_c, "run", None)
 
 
 class FakeMPI:
@@ -489,3 +496,62 @@ def test_the_functions_of_mpi_are_those_of_mpi4py(tmp_path, name):
     found, own = [_address(f, extension) for f in FUNCTIONS], ctypes.CDLL(str(tmp_path / name))
     assert found == [ctypes.cast(own[f], ctypes.c_void_p).value for f in FUNCTIONS]
     assert _address("MPI_Isend", str(native.__file__)) is None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_kernels_of_half_types_need_no_mpi(dtype, monkeypatch):
+    """Calls that Python carries out use the kernels of C, too, whether or not functions of MPI were found."""
+    a, b = (narrow(np.random.default_rng(seed).standard_normal(1000).astype(np.float32), dtype) for seed in (1, 2))
+    results, made = [], []
+
+    def kernel(*arguments):
+        made.append(arguments)
+        native.kernel(*arguments)
+
+    for run in (kernel, None):
+        monkeypatch.setattr(in_c, "run", run)
+        c, halves = np.empty((2, 1000), storage(dtype)), Numpy()
+        halves.bind("add", [a, b], [c[0]], [dtype, dtype], [dtype])()
+        halves.bind("max", [a, b], [c[1]], [dtype, dtype], [dtype])()
+        results.append(c.tobytes())
+    assert results[0] == results[1] and len(made) == 4
+    code = "import sys; from fompi.backends import in_c; print(in_c.run is not None, 'mpi4py' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True)
+    assert said.stdout == "True False\n"
+
+
+def test_a_jax_program_hears_of_a_call_without_a_result():
+    """As without memory, or after an interrupt: an error of XLA, never success. `run` returns None or an error."""
+    said, words = [], lambda *numbers: (ctypes.c_uint64 * len(numbers))(*numbers)
+
+    @ctypes.CFUNCTYPE(POINTER, ctypes.POINTER(ctypes.c_uint64))
+    def create(error):
+        said.append((error[0], ctypes.string_at(error[2]), error[3] & 0xFFFFFFFF))
+        return 4711
+
+    def run(site, given, results, api):
+        if site == 1:
+            raise MemoryError
+        return {2: None, 3: 12, 4: "what is no address"}[site]
+
+    handler = ctypes.CFUNCTYPE(POINTER, POINTER)(native.xla_handler(run, 0, 3))
+    api = words(0, 0, 0, 0, 0, 0, ctypes.cast(create, POINTER).value)
+    for site, wanted, raised in ((1, 4711, MemoryError), (2, None, None), (3, 12, None), (4, 4711, TypeError)):
+        number = words(site)
+        pair = words(0, ctypes.addressof(number))
+        attributes = words(ctypes.addressof(pair))
+        token = words(0)
+        frame = [0] * 21
+        frame[2], frame[20] = ctypes.addressof(api), ctypes.addressof(attributes)
+        for which in (9, 14):
+            frame[which - 2], frame[which] = 1, ctypes.addressof(token)
+        held, reports = words(*frame), []
+        hook, sys.unraisablehook = sys.unraisablehook, lambda report, kept=reports: kept.append(report.exc_type)
+        try:
+            assert handler(ctypes.addressof(held)) == wanted
+        finally:
+            sys.unraisablehook = hook
+        assert reports == [raised] * (raised is not None)
+    assert [each[0] for each in said] == [32, 32] and all(
+        b"has no result" in each[1] and each[2] == 13 for each in said
+    )
