@@ -16,7 +16,7 @@ from fompi.backends import in_c
 from fompi.backends.half import LARGE, numba
 from fompi.backends.numbers import empty, launch, narrow, place, widen
 from fompi.base.layout import HALF, offsets, split
-from fompi.base.wires import RUN, WIRES, WireFormat
+from fompi.base.wires import LARGEST, RUN, WIRES, WireFormat
 from fompi.plans.kernels import DECODE, DECODE_ADD, ENCODE, OF_WIRES
 
 Array = np.ndarray[Any, Any]
@@ -143,14 +143,17 @@ def encode(wire: WireFormat, a: Array, m: Array) -> None:
     """m = the float32 elements of `a` (one dimension) on the wire. m: bytes."""
     with np.errstate(all="ignore"):
         if wire.name in HALF:
-            codes = narrow(a, wire.name).view(np.uint8)
+            bits = a.view(np.uint32)
+            no_infinity = (bits & 0x7FFFFFFF) - 0x7F7F8000 < 0x8000  # finite, but nearer to that in bfloat16
+            codes = narrow(np.where(no_infinity, bits & 0xFFFF0000, bits).view(np.float32), wire.name).view(np.uint8)
             m[: codes.size], m[codes.size :] = codes, 0
             return
         count = -(-a.size // RUN)
         runs = np.zeros((count, RUN), np.float32)
         runs.reshape(-1)[: a.size] = a
         top = np.abs(runs).max(1)
-        scales = np.where(np.isfinite(top), top / np.float32(wire.top), np.float32(np.nan))
+        most = np.minimum(top, np.float32(LARGEST))
+        scales = np.where(np.isfinite(top), most / np.float32(wire.top), np.float32(np.nan))
         scaled = np.where(scales[:, None] > 0, runs / scales[:, None], np.float32(0))  # zeros for 0 and NaN
         codes = _CODES[wire.name](scaled.reshape(-1)[: a.size])
     m[: 4 * count] = scales.astype(np.float32).view(np.uint8)
