@@ -559,7 +559,7 @@ class DataParallel:
             self._update(used, self._scale * (1.0 if clip is None else clip_factor(norm, clip)))
             for bucket in self.buckets:
                 if bucket.feedback is not None:
-                    bucket.feedback.keep()
+                    bucket.feedback.keep(slice(*bucket.spans[name]) for name in bucket.names if name not in used)
         except BaseException as error:
             self._torn = error
             if not isinstance(error, Exception):
@@ -612,6 +612,8 @@ class DataParallel:
         square: Any = 0.0
         if self._canonical is not None:
             square = self._exact_square()
+        elif self.feedback:  # of each parameter: what is given back to one that no rank has announced is not applied
+            square = np.concatenate([term.sum().reshape(1) for term in self._squares()])
         else:
             for term in self._squares():
                 square = square + (float(term.sum()) if place(term) is None else term.sum())
@@ -621,12 +623,14 @@ class DataParallel:
             total = all_reduce(np.concatenate([own, flags]), comm=self._sums, schedule=same_bits(self._sums))
             summed, flags = total[: len(own)].copy(), total[len(own) :]
         else:
-            own = square.reshape(1)
+            own = square.reshape(-1)
             summed = call(all_reduce, own, dtype="float64", comm=self._sums, schedule=same_bits(self._sums))
             flags = all_reduce(flags, comm=self._sums, schedule=same_bits(self._sums))
         if self.replicas is not None:
             flags = all_reduce(flags, comm=self.replicas, schedule=same_bits(self.replicas))
         summed = summed if self.zero else own
+        if self.feedback:
+            summed = (summed * constant((flags > 0).astype(np.float64), summed)).sum().reshape(1)
         for axis in self._over:
             summed = call(all_reduce, summed, dtype="float64", comm=axis, schedule=same_bits(axis))
         return (float(summed.sum()) if place(summed) is None else summed[0]), flags

@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from fompi.backends.wires import Feedback
@@ -66,6 +67,7 @@ class GradientBucket:
         self.dtype = str(dtype).removeprefix("torch.")
         self.flat = torch.zeros(ends[-1] + (len(parameters) if used is None else 0), dtype=dtype)
         self.used = self.flat[ends[-1] :] if used is None else used
+        self.parts = [slice(a, b) for a, b in runs]
         self.views = [self.flat[a:b].view_as(p) for p, (a, b) in zip(parameters, runs, strict=True)]
         self.is_half = dtype in (torch.bfloat16, torch.float16)
         wide = torch.zeros(ends[-1] if self.is_half else 0)
@@ -79,7 +81,8 @@ class GradientBucket:
         self.feedback: Feedback | None = None
         if wire := wire_of(wire, self.dtype):
             how |= {"wire": wire, "schedule": "direct", "slices": 1}
-            self.feedback = Feedback(wire, comm.size, comm.rank) if feedback else None
+            if feedback:
+                self.feedback = Feedback(wire, comm.size, comm.rank, np.zeros(ends[-1], np.float32))
         self.mean = repeated(all_reduce, self.flat.nbytes, self.flat, out=self.flat, comm=comm, **how)
 
     def listen(self, i: int, ready: Callable[[torch.Tensor], None]) -> None:
@@ -146,9 +149,9 @@ class GradientBucket:
     def settle(self) -> None:
         """Wait for the sum. The gradients become the mean. A parameter that no rank has used keeps none."""
         self.sum.wait()
-        if self.feedback is not None:
-            self.feedback.keep()
         used = self.used.ne(0).tolist()
+        if self.feedback is not None:
+            self.feedback.keep(part for part, is_used in zip(self.parts, used, strict=True) if not is_used)
         for parameter, view, is_used in zip(self.parameters, self.views, used, strict=True):
             if is_used:
                 parameter.grad = view.detach()
