@@ -103,9 +103,10 @@ class DataParallel:
     `bucket_nbytes`: most bytes of a bucket, or a cut that `buckets` has returned. `ahead_nbytes`: how much is gathered
     ahead; None is two buckets, or one with zero=3.
     `wire`: what gradients travel in ("bfloat16", "int8", "int4", ...: `fompi.base.wires`); they are added in float32.
-    None: as they are. `feedback`: what a message of this rank has lost is added to its gradient of the next step in which
-    a rank announces the parameter (error feedback, Seide et al., Interspeech 2014). `state_dict` has it, too. `wire_gather`: what parameters travel in, with zero > 0.
-    The optimizer updates them as they are; all ranks compute with what messages bring (ZeRO++, arXiv 2306.10209).
+    None: as they are. `feedback`: what a message of this rank has lost is added to its gradient of the next step in
+    which a rank announces the parameter (error feedback, Seide et al., Interspeech 2014). `state_dict` has it, too.
+    `wire_gather`: what parameters travel in, with zero > 0. The optimizer updates them as they are; all ranks compute
+    with what messages bring (ZeRO++, arXiv 2306.10209).
     `check_for_nan`: look at every gradient; a NaN or an infinite number is a TensorError that names parameter and rank.
     If only their sum is too large, `step` raises it on all ranks. Nothing is updated then.
     `order`: in which gradients are added. "ranks": in a tree over the ranks. `Canonical(k)`: in a tree over k leaves.
@@ -723,8 +724,8 @@ class DataParallel:
 
         It does not depend on the number of ranks or on `zero`. Values are copies, in the shape of the parameter and in
         its framework. `optimizer` has what the optimizer keeps, and for half types their float32 copy ("master"). With
-        feedback, "feedback" has what the messages of all ranks have lost of the mean, or of the sum if not `average`, and
-        the ranks of `replicas` call it too.
+        feedback, "feedback" has what the messages of all ranks have lost of the mean, or of the sum if not `average`,
+        and the ranks of `replicas` call it too.
         Between two steps only: gradients are not part of it. With `rank0_only`, other ranks than 0 get an empty dict.
         """
         self._check_open()

@@ -18,11 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
 from fompi.backends.wires import Feedback
 from fompi.base.errors import FompiError, LayoutError, PeerError, StateError, TensorError, in_words
@@ -200,9 +202,11 @@ class DistributedDataParallel(Wrapper):
     `grad=None`. The same parameters need not be used in every step, and nothing must be announced. Gradients of half
     types are added up in float32, over micro-batches and over the ranks, and rounded once each time.
 
-    All ranks must run the same number of backward passes outside `no_sync`. In each one they compare the number of the
-    step and of the backward within it, beside the sums. So ranks that come to differ get a MismatchError that says
-    which rank is where. A step begins with the first forward after parameters were written.
+    Outside `no_sync` all ranks must run the same forwards in training mode, and the same backward passes. In each
+    backward they compare the number of the step, of the backward within it and of the forward it goes through, beside
+    the sums. So ranks that come to differ get a MismatchError that says which rank is where. A step begins with the
+    first forward after parameters were written. In evaluation mode, or without gradients, a rank may run more forwards
+    than others.
 
     Parameters that take the place of others are taken over, others are refused (`fompi.torch.parameters`). An error in
     a forward or a backward of one rank, outside of `no_sync`, ends that backward on all ranks by an error.
@@ -253,6 +257,9 @@ class DistributedDataParallel(Wrapper):
         self._is_syncing = True
         self._agreement: Agreement | None = None  # on which backward this is, while there is one
         self._step = self._backward = 0  # the step, and the backward passes in it that have summed
+        self._forwards = [0, 0]  # of this step, with gradients: in evaluation, and in training
+        self._forward = (0, 0, "no forward")  # the last one: its step, its number in it, and both in words
+        self._reached: tuple[int, int, str] | None = None  # the last one of those that this backward goes through
         self._versions: int | None = None  # of all parameters, at the last forward. None after an error: count anew
         self._is_looked_at = True  # nothing can have changed since the last backward
         for bucket in self._buckets:
@@ -272,7 +279,7 @@ class DistributedDataParallel(Wrapper):
             self._look()
             if self.broadcast_buffers and self.training:
                 copy_from_rank_0(self.module.buffers(), self.comm)
-            return self.module(*args, **options)
+            return self._counted(self.module(*args, **options))
         except BaseException as error:  # the other ranks wait in their backward
             self._end_by(error)
             raise
@@ -305,6 +312,7 @@ class DistributedDataParallel(Wrapper):
         if versions != self._versions:
             self._step = 1 if self._versions is None else self._step + 1
             self._versions, self._backward, self._is_looked_at = versions, 0, False
+            self._forwards = [0, 0]
         if self._is_looked_at:
             return
         try:
@@ -318,6 +326,24 @@ class DistributedDataParallel(Wrapper):
                 if name in replaced:
                     bucket.take_over(i, replaced[name], self._hook(bucket, i))
         self._is_looked_at = True
+
+    def _counted(self, output: Any) -> Any:
+        """The output of a forward, of which a backward through it says the number.
+
+        Forwards in evaluation count apart: a rank may have more of them than others.
+        """
+        self._forwards[self.training] += 1
+        words = f"forward {self._forwards[self.training]} of step {self._step}"
+        words += "" if self.training else " in evaluation"
+        self._forward, self._reached = (self._step, sum(self._forwards), words), None
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(partial(self._reach, self._forward))
+        return output
+
+    def _reach(self, forward: tuple[int, int, str], _: torch.Tensor) -> None:
+        """A backward has come to the output of this forward. If it goes through several, the last one comes first."""
+        self._reached = max(forward, self._reached or forward)
 
     # ------------------------------------------------------------------------------------------------- backward
     def _hook(self, bucket: GradientBucket, i: int) -> Any:
@@ -353,6 +379,7 @@ class DistributedDataParallel(Wrapper):
         """The ranks compare which backward this is, beside its sums."""
         self._backward += 1
         words = f"the gradients of backward {self._backward} of step {self._step}"
+        words += f", through {(self._reached or self._forward)[-1]}"
         self._agreement = begin_agreement(self.comm, words, refusal)
 
     def _leave(self) -> None:
@@ -388,17 +415,19 @@ class DistributedDataParallel(Wrapper):
         for bucket in self._buckets:
             bucket.reset()
         self._left, self._agreement, self._is_looked_at = 0, None, False
-        self._used_left = False
+        self._used_left, self._reached = False, None
 
     def _end_by(self, error: BaseException) -> None:
         """Refuse the sums of this backward that have not left, so that all ranks end it with an error."""
         refusal = error if isinstance(error, Exception) else PeerError(in_words(error), self.comm.rank)
         is_right = self._left == len(self._buckets) and self._used_left == (self._used is not None)
-        with suppress(FompiError, type(refusal)):
+        try:
             if self._agreement is None:
                 self._begin(refusal)
             if self._agreement is not None:
                 self._agreement.values()
+        except (FompiError, type(refusal)):
+            is_right = False
         for bucket in self._buckets[self._left :]:
             bucket.sum = bucket.mean
             with suppress(FompiError):

@@ -1,6 +1,7 @@
 """What a program does to the parameters of a wrapped module between two steps: taken over, or refused on all ranks."""
 
 import copy
+import dataclasses
 import warnings
 
 import pytest
@@ -269,6 +270,67 @@ def test_backwards_of_different_steps_are_not_averaged(world):
                 trained.model(x).sum().backward()
             optimizer.step()
     trained.model.close()
+
+
+@dataclasses.dataclass
+class Output:
+    """What torch does not look into."""
+
+    y: torch.Tensor
+
+    def sum(self):
+        return self.y.sum()
+
+
+@pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="there is no other rank")
+@pytest.mark.parametrize("which", ["training", "evaluation", "another", "without tensors"])
+def test_a_forward_without_its_backward_on_one_rank(world, which):
+    """The gradients of one forward are not summed with those of another one. Afterwards the ranks go on together."""
+    net, x, is_last = Net(), torch.ones(12, 4), world.rank == world.size - 1
+    if which == "without tensors":
+        net.register_forward_hook(lambda module, given, y: Output(y))
+    model = DistributedDataParallel(net, world).train(which != "evaluation")
+    for _ in range(2):
+        model(x).sum().backward()
+        torch.optim.SGD(model.parameters(), RATE).step()
+        made = [model(x) for _ in range(2 if is_last or which == "another" else 1)]
+        with pytest.raises(fompi.MismatchError, match=r"forward 1 .*forward 2 |forward 2 .*forward 1 "):
+            made[-1 if is_last else 0].sum().backward()
+    model.close()
+
+
+def test_forwards_and_backwards_that_all_ranks_run_alike(world):
+    """Without a backward, without gradients, in evaluation by one rank, several for one backward, and again in one."""
+    net, whole, x = Net(), Net(), torch.ones(12, 4)
+    whole.load_state_dict(net.state_dict())
+    model = DistributedDataParallel(net, world)
+
+    def run(model, rank):
+        model(x)
+        (model(x).sum() * model(2 * x).sum()).backward()
+        loss = model(x).sum()
+        for _ in range(rank):
+            model.eval()(x)
+            model.train()
+            with torch.no_grad():
+                model(x)
+        loss.backward(retain_graph=True)
+        first, second = model(x).sum(), model(3 * x).sum()
+        loss.backward()
+        first.backward()
+        second.backward()
+        for again in (False, True):
+            given = x.clone().requires_grad_()
+            torch.utils.checkpoint.checkpoint(model, given, use_reentrant=again).sum().backward()
+
+    for _ in range(2):
+        run(model, world.rank)
+        run(whole, 0)
+        for p, q in zip(net.parameters(), whole.parameters(), strict=True):
+            assert torch.allclose(p.grad, q.grad)
+        for one in (net, whole):
+            torch.optim.SGD(one.parameters(), RATE / 100).step()
+    model.close()
 
 
 @pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="there is no other rank")
