@@ -282,6 +282,29 @@ class Output:
         return self.y.sum()
 
 
+def test_feedback_is_in_the_state_of_the_optimizer(world):
+    """Also into other buckets, and into a wrapper that has none. A parameter that no rank uses keeps its own."""
+    x, how = torch.randn(12, 4, dtype=torch.float32), {"optimizer": SGD(RATE), "wire": "int4"}
+    model = ZeroDataParallel(Net().float(), world, feedback=True, zero=2, **how)
+    model(x).square().sum().backward()
+    model.step()
+    state = model.optimizer_state_dict()
+    assert state.keys() == dict(model.module.named_parameters()).keys()
+    assert world.size == 1 or state["a.weight"]["feedback"].abs().max() > 0
+    (model.module.a(x).sum() * 0).backward()
+    model.step()
+    assert torch.equal(model.optimizer_state_dict()["b.weight"]["feedback"], state["b.weight"]["feedback"])
+    other = ZeroDataParallel(Net().float(), world, feedback=True, zero=1, bucket_nbytes=64, **how)
+    other.load_optimizer_state_dict(state)
+    for name, kept in other.optimizer_state_dict().items():
+        torch.testing.assert_close(kept["feedback"], state[name]["feedback"], rtol=1e-6, atol=1e-6)
+    plain = ZeroDataParallel(Net().float(), world, **how)
+    plain.load_optimizer_state_dict(state)
+    assert "feedback" not in plain.optimizer_state_dict()["a.weight"]
+    for one in (model, other, plain):
+        one.close()
+
+
 @pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="there is no other rank")
 @pytest.mark.parametrize("which", ["training", "evaluation", "another", "without tensors"])
 def test_a_forward_without_its_backward_on_one_rank(world, which):
