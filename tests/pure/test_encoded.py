@@ -315,3 +315,26 @@ def test_a_run_with_a_nan_is_nan_and_its_neighbour_is_not(name):
     wires.encode(wire, x, m)
     y = wires.decode(wire, m, x.size)
     assert np.isnan(y[:RUN]).all() and (y[RUN:] == 1).all()
+
+
+@pytest.mark.parametrize(("name", "dtype"), ALL)
+def test_feedback_makes_no_infinity_of_what_is_finite(name, dtype):
+    """Of the largest elements there is something to give back in the second step. What is infinite stays so."""
+    most = np.float32([{"float16": 65504, "bfloat16": (2 - 2**-7) * 2.0**127}.get(dtype, np.finfo(np.float32).max)])
+    if name == "float16":  # above, this wire is infinite
+        most = np.float32([65504])
+    x = np.concatenate([most.repeat(70), -most * np.linspace(0, 1, 70, dtype=np.float32), np.ones(70, np.float32)])
+    feedback = wires.Feedback(name, 2, 1, np.zeros(x.size, np.float32))
+    for _ in range(3):
+        given = narrow(x, dtype)
+        feedback.give_back(given, dtype)
+        feedback.keep()
+        assert np.isfinite(widen(given, dtype)).all() and np.isfinite(feedback.lost).all()
+        m, got = np.zeros(WIRES[name].nbytes(x.size), np.uint8), np.empty_like(x)
+        wires.run(f"encode_{name}", [given, m], [dtype, "uint8"])
+        wires.run(f"decode_{name}", [m, got], ["uint8", "float32"])
+        assert np.isfinite(got).all()
+    x[-1] = np.inf
+    given = narrow(x, dtype)
+    feedback.give_back(given, dtype)
+    assert np.isinf(widen(given, dtype)[-1])
