@@ -27,7 +27,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from fompi.backends.wires import Feedback
-from fompi.base.errors import FompiError, LayoutError, PeerError, StateError, TensorError, in_words
+from fompi.base.errors import FompiError, LayoutError, MismatchError, PeerError, StateError, TensorError, in_words
 from fompi.base.layout import integer
 from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
@@ -421,13 +421,12 @@ class DistributedDataParallel(Wrapper):
         """Refuse the sums of this backward that have not left, so that all ranks end it with an error."""
         refusal = error if isinstance(error, Exception) else PeerError(in_words(error), self.comm.rank)
         is_right = self._left == len(self._buckets) and self._used_left == (self._used is not None)
-        try:
+        is_right = is_right and not isinstance(error, MismatchError)  # that one is on all ranks
+        with suppress(FompiError, type(refusal)):
             if self._agreement is None:
                 self._begin(refusal)
             if self._agreement is not None:
                 self._agreement.values()
-        except (FompiError, type(refusal)):
-            is_right = False
         for bucket in self._buckets[self._left :]:
             bucket.sum = bucket.mean
             with suppress(FompiError):
