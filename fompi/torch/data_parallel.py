@@ -259,7 +259,7 @@ class DistributedDataParallel(Wrapper):
         self._step = self._backward = 0  # the step, and the backward passes in it that have summed
         self._forwards = [0, 0]  # of this step, with gradients: in evaluation, and in training
         self._forward = (0, 0, "no forward")  # the last one: its step, its number in it, and both in words
-        self._reached: tuple[int, int, str] | None = None  # the last one of those that this backward goes through
+        self._reached: dict[tuple[int, int, str], Any] = {}  # those that this backward goes through, the last one first
         self._versions: int | None = None  # of all parameters, at the last forward. None after an error: count anew
         self._is_looked_at = True  # nothing can have changed since the last backward
         for bucket in self._buckets:
@@ -335,15 +335,12 @@ class DistributedDataParallel(Wrapper):
         self._forwards[self.training] += 1
         words = f"forward {self._forwards[self.training]} of step {self._step}"
         words += "" if self.training else " in evaluation"
-        self._forward, self._reached = (self._step, sum(self._forwards), words), None
+        self._forward = self._step, sum(self._forwards), words
+        self._reached.clear()
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                tensor.register_hook(partial(self._reach, self._forward))
+                tensor.register_hook(partial(self._reached.__setitem__, self._forward))  # which raises nothing
         return output
-
-    def _reach(self, forward: tuple[int, int, str], _: torch.Tensor) -> None:
-        """A backward has come to the output of this forward. If it goes through several, the last one comes first."""
-        self._reached = max(forward, self._reached or forward)
 
     # ------------------------------------------------------------------------------------------------- backward
     def _hook(self, bucket: GradientBucket, i: int) -> Any:
@@ -379,7 +376,7 @@ class DistributedDataParallel(Wrapper):
         """The ranks compare which backward this is, beside its sums."""
         self._backward += 1
         words = f"the gradients of backward {self._backward} of step {self._step}"
-        words += f", through {(self._reached or self._forward)[-1]}"
+        words += f", through {max(self._reached, default=self._forward)[-1]}"
         self._agreement = begin_agreement(self.comm, words, refusal)
 
     def _leave(self) -> None:
@@ -415,7 +412,8 @@ class DistributedDataParallel(Wrapper):
         for bucket in self._buckets:
             bucket.reset()
         self._left, self._agreement, self._is_looked_at = 0, None, False
-        self._used_left, self._reached = False, None
+        self._used_left = False
+        self._reached.clear()
 
     def _end_by(self, error: BaseException) -> None:
         """Refuse the sums of this backward that have not left, so that all ranks end it with an error."""
