@@ -162,7 +162,8 @@ def _encode(bits: Any, top: Any, a: Any, scales: Any, codes: Any) -> None:
         largest = np.uint32(0)
         for i in range(first, end):
             largest = max(largest, _as_bits(a[i]) & np.uint32(0x7FFFFFFF))
-        scale = _as_float(np.uint32(0x7FC00000)) if largest >= np.uint32(0x7F800000) else _as_float(largest) / top
+        held = np.uint32(min(largest, np.uint32(0x7F7FFFF8)))  # LARGEST
+        scale = _as_float(np.uint32(0x7FC00000)) if largest >= np.uint32(0x7F800000) else _as_float(held) / top
         scales[r] = scale
         usable = scale > np.float32(0)
         if bits == 4:

@@ -5,7 +5,7 @@ All have the same bits. Elements of a half type are widened first, and rounded w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from itertools import pairwise, starmap
 from typing import Any
@@ -16,7 +16,7 @@ from fompi.backends import in_c
 from fompi.backends.half import LARGE, numba
 from fompi.backends.numbers import empty, launch, narrow, place, widen
 from fompi.base.layout import HALF, offsets, split
-from fompi.base.wires import RUN, WIRES, WireFormat
+from fompi.base.wires import LARGEST, RUN, WIRES, WireFormat
 from fompi.plans.kernels import DECODE, DECODE_ADD, ENCODE, OF_WIRES
 
 Array = np.ndarray[Any, Any]
@@ -58,8 +58,12 @@ def run(name: str, arrays: Sequence[Array], dtypes: Sequence[str]) -> None:
     c[...] = narrow(total, dtypes[-1]).reshape(c.shape)
 
 
+MOST_LOST = 2.0**102
+"""What is less and is added to any float32 leaves it finite."""
+
+
 def lose(name: str, x: Array, lost: Array) -> None:
-    """lost = what a message of this wire loses of the float32 elements of `x`, one block. 0 where it is not finite."""
+    """lost = what a message of this wire loses of the float32 elements of `x`, one block. 0 for MOST_LOST or a NaN."""
     wire = WIRES[name]
     m = empty((wire.nbytes(x.size),), np.uint8, x)
     bound(f"encode_{name}", [x, m], ["float32", "uint8"])()
@@ -67,8 +71,8 @@ def lose(name: str, x: Array, lost: Array) -> None:
     with np.errstate(invalid="ignore"):
         np.subtract(x, lost, out=lost)
     scales = m[: -(-x.size // RUN) * 4].view(np.float32) if wire.top else lost
-    if place(lost) is not None or not np.isfinite(scales).all():
-        np.copyto(lost, lost.dtype.type(0), where=~np.isfinite(lost))
+    if place(lost) is not None or not (np.abs(scales) < MOST_LOST / 32).all():
+        np.copyto(lost, lost.dtype.type(0), where=~(np.abs(lost) < MOST_LOST))
 
 
 def lose_parts(name: str, x: Array, lost: Array, size: int, rank: int) -> None:
@@ -87,30 +91,36 @@ class Feedback:
     `keep()` on. `lost` is kept in float32, whatever the dtype of what is summed.
     """
 
-    def __init__(self, wire: str, size: int, rank: int, lost: Array | None = None):
-        self._wire, self._size, self._rank = wire, size, rank
+    def __init__(self, wire: str, size: int, rank: int, lost: Array):
+        self._wire, self.ranks = wire, (size, rank)
         self.lost = lost
         self._losing: Array | None = None
         self._spare: Array | None = None
 
-    def give_back(self, x: Array, dtype: str = "float32") -> None:
-        """Add to x what was lost, and note what its messages lose."""
+    def give_back(self, x: Array, dtype: str = "float32", held: Sequence[slice] = ()) -> None:
+        """Add to x what was lost, but for the parts `held`, and note what its messages lose."""
         total = widen(x, dtype)
-        if self.lost is not None and self.lost.size == x.size:
-            np.add(total, self.lost, out=total)
-            x[...] = narrow(total, dtype)
-        losing = self._spare if self._spare is not None and self._spare.size == x.size else np.empty_like(total)
+        before = [total[part].copy() for part in held]
+        np.add(total, self.lost, out=total)
+        for part, elements in zip(held, before, strict=True):
+            total[part] = elements
+        if dtype == "float16":
+            np.clip(total, -65504, 65504, out=total, where=np.isfinite(total))
+        x[...] = narrow(total, dtype)
+        losing = self._spare if self._spare is not None else np.empty_like(total)
         sent = widen(x, dtype)
-        lose_parts(self._wire, sent, losing, self._size, self._rank)
+        lose_parts(self._wire, sent, losing, *self.ranks)
         if sent is not total:  # x is of a half type, so it has lost something itself
             with np.errstate(invalid="ignore"):
                 rounded = total - sent
             losing += np.where(np.isfinite(rounded), rounded, rounded.dtype.type(0))
         self._losing, self._spare = losing, None
 
-    def keep(self) -> None:
-        """The sum has come to its end."""
+    def keep(self, held: Iterable[slice] = ()) -> None:
+        """The sum has come to its end. Of the parts `held` it is not used: what they had lost is still to give back."""
         if self._losing is not None:
+            for part in held:
+                self._losing[part] = self.lost[part]
             self.lost, self._spare, self._losing = self._losing, self.lost, None
 
     def forget(self) -> None:
@@ -143,14 +153,17 @@ def encode(wire: WireFormat, a: Array, m: Array) -> None:
     """m = the float32 elements of `a` (one dimension) on the wire. m: bytes."""
     with np.errstate(all="ignore"):
         if wire.name in HALF:
-            codes = narrow(a, wire.name).view(np.uint8)
+            bits = a.view(np.uint32)
+            no_infinity = (bits & 0x7FFFFFFF) - 0x7F7F8000 < 0x8000  # finite, but nearer to that in bfloat16
+            codes = narrow(np.where(no_infinity, bits & 0xFFFF0000, bits).view(np.float32), wire.name).view(np.uint8)
             m[: codes.size], m[codes.size :] = codes, 0
             return
         count = -(-a.size // RUN)
         runs = np.zeros((count, RUN), np.float32)
         runs.reshape(-1)[: a.size] = a
         top = np.abs(runs).max(1)
-        scales = np.where(np.isfinite(top), top / np.float32(wire.top), np.float32(np.nan))
+        most = np.minimum(top, np.float32(LARGEST))
+        scales = np.where(np.isfinite(top), most / np.float32(wire.top), np.float32(np.nan))
         scaled = np.where(scales[:, None] > 0, runs / scales[:, None], np.float32(0))  # zeros for 0 and NaN
         codes = _CODES[wire.name](scaled.reshape(-1)[: a.size])
     m[: 4 * count] = scales.astype(np.float32).view(np.uint8)

@@ -11,7 +11,8 @@
 The elements of a block are cut into runs of RUN elements, the last one may be shorter. The last three wires have a
 scale for each run: A / 127, A / 448 or A / 7 in float32. A block on the wire is all its scales, then all its elements,
 then zeros up to a multiple of 4 bytes. Elements are rounded to the nearest, ties to even. If a run has a NaN or an
-infinity, all of it is NaN (with a scale), so that an overflow stays visible.
+infinity, all of it is NaN (with a scale), so that an overflow stays visible. `bfloat16` rounds no finite element to an
+infinity. Magnitudes below 2^-126 have no relative bound: they may be off by `least` more.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from fompi.base.errors import DtypeError, quoted
 
 RUN = 64
 """The elements that share a scale."""
+
+LARGEST = float.fromhex("0x1.fffffp+127")
+"""A run with a larger finite element has the scale of this one: it is rounded, and times `top` it must be finite."""
 
 
 class WireFormat(NamedTuple):

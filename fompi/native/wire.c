@@ -52,6 +52,8 @@ INLINE float float_of_bits(uint32_t bits) {
     return x;
 }
 
+#define LARGEST 0x7F7FFFF8 /* that of fompi.base.wires */
+
 /* The scale of a run: NaN if it has a NaN or an infinity. As bits, a NaN is larger than an infinity, and that than all. */
 INLINE float scale_of(const float *x, float top) {
     uint32_t largest = 0;
@@ -59,7 +61,7 @@ INLINE float scale_of(const float *x, float top) {
         uint32_t bits = bits_of_float(x[i]) & 0x7FFFFFFF;
         largest = bits > largest ? bits : largest;
     }
-    return largest >= 0x7F800000 ? float_of_bits(0x7FC00000) : float_of_bits(largest) / top;
+    return largest >= 0x7F800000 ? float_of_bits(0x7FC00000) : float_of_bits(largest > LARGEST ? LARGEST : largest) / top;
 }
 
 INLINE float rounded(float x, float top) { /* to the nearest even */
@@ -152,12 +154,21 @@ INLINE void decode(int32_t wire, int32_t from, int32_t to, const char *m, const 
     }
 }
 
+/* What is finite stays finite: it is cut where rounding would make it infinite. */
+FAST static void encode_bfloat16(const float *a, uint16_t *m, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits = bits_of_float(a[i]);
+        m[i] = narrow(float_of_bits((bits & 0x7FFFFFFF) - 0x7F7F8000 < 0x8000 ? bits & 0xFFFF0000 : bits));
+    }
+}
+
 /* The wires without scales are half types. */
 static void run_half(int32_t kernel, int32_t wire, int32_t from, int32_t to, const char *a, const char *b, char *c, int64_t count) {
     int32_t half = wire == WIRE_BFLOAT16 ? BFLOAT16 : FLOAT16;
     int32_t wide = kernel == ENCODE ? 3 : kernel == DECODE ? 4 : 6; /* bits: which operands are float32 */
     (void)from, (void)to;                                           /* both are float32 */
-    kernel_run(kernel == DECODE_ADD ? ADD : COPY, half, 1, wide, a, kernel == DECODE_ADD ? b : a, c, count);
+    if (kernel == ENCODE && wire == WIRE_BFLOAT16) encode_bfloat16((const float *)a, (uint16_t *)c, count);
+    else kernel_run(kernel == DECODE_ADD ? ADD : COPY, half, 1, wide, a, kernel == DECODE_ADD ? b : a, c, count);
     if (kernel == ENCODE) memset(c + 2 * count, 0, (size_t)(wire_nbytes(wire, count) - 2 * count));
 }
 

@@ -104,9 +104,10 @@ class DataParallel:
     `bucket_nbytes`: most bytes of a bucket, or a cut that `buckets` has returned. `ahead_nbytes`: how much is gathered
     ahead; None is two buckets, or one with zero=3.
     `wire`: what gradients travel in ("bfloat16", "int8", "int4", ...: `fompi.base.wires`); they are added in float32.
-    None: as they are. `feedback`: what a message of this rank has lost is added to its next gradient (error feedback,
-    Seide et al., Interspeech 2014). `state_dict` has it, too. `wire_gather`: what parameters travel in, with zero > 0.
-    The optimizer updates them as they are; all ranks compute with what messages bring (ZeRO++, arXiv 2306.10209).
+    None: as they are. `feedback`: what a message of this rank has lost is added to its gradient of the next step in
+    which a rank announces the parameter (error feedback, Seide et al., Interspeech 2014). `state_dict` has it, too.
+    `wire_gather`: what parameters travel in, with zero > 0. The optimizer updates them as they are; all ranks compute
+    with what messages bring (ZeRO++, arXiv 2306.10209).
     `check_for_nan`: look at every gradient; a NaN or an infinite number is a TensorError that names parameter and rank.
     If only their sum is too large, `step` raises it on all ranks. Nothing is updated then.
     `order`: in which gradients are added. "ranks": in a tree over the ranks. `Canonical(k)`: in a tree over k leaves.
@@ -565,7 +566,7 @@ class DataParallel:
             self._update(used, self._scale * (1.0 if clip is None else clip_factor(norm, clip)))
             for bucket in self.buckets:
                 if bucket.feedback is not None:
-                    bucket.feedback.keep()
+                    bucket.feedback.keep(slice(*bucket.spans[name]) for name in bucket.names if name not in used)
         except BaseException as error:
             self._torn = error
             if not isinstance(error, Exception):
@@ -620,6 +621,8 @@ class DataParallel:
         square: Any = 0.0
         if self._canonical is not None:
             square = self._exact_square()
+        elif self.feedback:  # of each parameter: what is given back to one that no rank has announced is not applied
+            square = np.concatenate([term.sum().reshape(1) for term in self._squares()])
         else:
             for term in self._squares():
                 square = square + (float(term.sum()) if place(term) is None else term.sum())
@@ -629,12 +632,14 @@ class DataParallel:
             total = all_reduce(np.concatenate([own, flags]), comm=self._sums, schedule=same_bits(self._sums))
             summed, flags = total[: len(own)].copy(), total[len(own) :]
         else:
-            own = square.reshape(1)
+            own = square.reshape(-1)
             summed = call(all_reduce, own, dtype="float64", comm=self._sums, schedule=same_bits(self._sums))
             flags = all_reduce(flags, comm=self._sums, schedule=same_bits(self._sums))
         if self.replicas is not None:
             flags = all_reduce(flags, comm=self.replicas, schedule=same_bits(self.replicas))
         summed = summed if self.zero else own
+        if self.feedback:
+            summed = (summed * constant((flags > 0).astype(np.float64), summed)).sum().reshape(1)
         for axis in self._over:
             summed = call(all_reduce, summed, dtype="float64", comm=axis, schedule=same_bits(axis))
         return (float(summed.sum()) if place(summed) is None else summed[0]), flags
@@ -727,7 +732,8 @@ class DataParallel:
 
         It does not depend on the number of ranks or on `zero`. Values are copies, in the shape of the parameter and in
         its framework. `optimizer` has what the optimizer keeps, and for half types their float32 copy ("master"). With
-        feedback, "feedback" has what the messages of all ranks have lost, and the ranks of `replicas` call it too.
+        feedback, "feedback" has what the messages of all ranks have lost of the mean, or of the sum if not `average`,
+        and the ranks of `replicas` call it too.
         Between two steps only: gradients are not part of it. With `rank0_only`, other ranks than 0 get an empty dict.
         """
         self._check_open()

@@ -18,14 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
 from fompi.backends.wires import Feedback
-from fompi.base.errors import FompiError, LayoutError, PeerError, StateError, TensorError, in_words
+from fompi.base.errors import FompiError, LayoutError, MismatchError, PeerError, StateError, TensorError, in_words
 from fompi.base.layout import integer
 from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
@@ -69,6 +71,7 @@ class GradientBucket:
         # Memory of NumPy, of which torch frees nothing: p.grad.untyped_storage().resize_(0) would free all gradients.
         self.flat = torch.from_numpy(np.zeros(count * parameters[0].element_size(), np.uint8)).view(dtype)
         self.used = self.flat[ends[-1] :] if used is None else used
+        self.parts = [slice(a, b) for a, b in runs]
         self.views = [self.flat[a:b].view_as(p) for p, (a, b) in zip(parameters, runs, strict=True)]
         self.is_half = dtype in (torch.bfloat16, torch.float16)
         wide = torch.zeros(ends[-1] if self.is_half else 0)
@@ -82,7 +85,8 @@ class GradientBucket:
         self.feedback: Feedback | None = None
         if wire := wire_of(wire, self.dtype):
             how |= {"wire": wire, "schedule": "direct", "slices": 1}
-            self.feedback = Feedback(wire, comm.size, comm.rank) if feedback else None
+            if feedback:
+                self.feedback = Feedback(wire, comm.size, comm.rank, np.zeros(ends[-1], np.float32))
         self.mean = repeated(all_reduce, self.flat.nbytes, self.flat, out=self.flat, comm=comm, **how)
 
     def listen(self, i: int, ready: Callable[[torch.Tensor], None]) -> None:
@@ -149,9 +153,9 @@ class GradientBucket:
     def settle(self) -> None:
         """Wait for the sum. The gradients become the mean. A parameter that no rank has used keeps none."""
         self.sum.wait()
-        if self.feedback is not None:
-            self.feedback.keep()
         used = self.used.ne(0).tolist()
+        if self.feedback is not None:
+            self.feedback.keep(part for part, is_used in zip(self.parts, used, strict=True) if not is_used)
         for parameter, view, is_used in zip(self.parameters, self.views, used, strict=True):
             if is_used:
                 parameter.grad = view.detach()
@@ -200,9 +204,11 @@ class DistributedDataParallel(Wrapper):
     `grad=None`. The same parameters need not be used in every step, and nothing must be announced. Gradients of half
     types are added up in float32, over micro-batches and over the ranks, and rounded once each time.
 
-    All ranks must run the same number of backward passes outside `no_sync`. In each one they compare the number of the
-    step and of the backward within it, beside the sums. So ranks that come to differ get a MismatchError that says
-    which rank is where. A step begins with the first forward after parameters were written.
+    Outside `no_sync` all ranks must run the same forwards in training mode, and the same backward passes. In each
+    backward they compare the number of the step, of the backward within it and of the forward it goes through, beside
+    the sums. So ranks that come to differ get a MismatchError that says which rank is where. A step begins with the
+    first forward after parameters were written. In evaluation mode, or without gradients, a rank may run more forwards
+    than others.
 
     Parameters that take the place of others are taken over, others are refused (`fompi.torch.parameters`). An error in
     a forward or a backward of one rank, outside of `no_sync`, ends that backward on all ranks by an error.
@@ -253,6 +259,9 @@ class DistributedDataParallel(Wrapper):
         self._is_syncing = True
         self._agreement: Agreement | None = None  # on which backward this is, while there is one
         self._step = self._backward = 0  # the step, and the backward passes in it that have summed
+        self._forwards = [0, 0]  # of this step, with gradients: in evaluation, and in training
+        self._forward = (0, 0, "no forward")  # the last one: its step, its number in it, and both in words
+        self._reached: dict[tuple[int, int, str], Any] = {}  # those that this backward goes through, the last one first
         self._versions: int | None = None  # of all parameters, at the last forward. None after an error: count anew
         self._is_looked_at = True  # nothing can have changed since the last backward
         for bucket in self._buckets:
@@ -272,7 +281,7 @@ class DistributedDataParallel(Wrapper):
             self._look()
             if self.broadcast_buffers and self.training:
                 copy_from_rank_0(self.module.buffers(), self.comm)
-            return self.module(*args, **options)
+            return self._counted(self.module(*args, **options))
         except BaseException as error:  # the other ranks wait in their backward
             self._end_by(error)
             raise
@@ -305,6 +314,7 @@ class DistributedDataParallel(Wrapper):
         if versions != self._versions:
             self._step = 1 if self._versions is None else self._step + 1
             self._versions, self._backward, self._is_looked_at = versions, 0, False
+            self._forwards = [0, 0]
         if self._is_looked_at:
             return
         try:
@@ -318,6 +328,21 @@ class DistributedDataParallel(Wrapper):
                 if name in replaced:
                     bucket.take_over(i, replaced[name], self._hook(bucket, i))
         self._is_looked_at = True
+
+    def _counted(self, output: Any) -> Any:
+        """The output of a forward, of which a backward through it says the number.
+
+        Forwards in evaluation count apart: a rank may have more of them than others.
+        """
+        self._forwards[self.training] += 1
+        words = f"forward {self._forwards[self.training]} of step {self._step}"
+        words += "" if self.training else " in evaluation"
+        self._forward = self._step, sum(self._forwards), words
+        self._reached.clear()
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(partial(self._reached.__setitem__, self._forward))  # which raises nothing
+        return output
 
     # ------------------------------------------------------------------------------------------------- backward
     def _hook(self, bucket: GradientBucket, i: int) -> Any:
@@ -353,6 +378,7 @@ class DistributedDataParallel(Wrapper):
         """The ranks compare which backward this is, beside its sums."""
         self._backward += 1
         words = f"the gradients of backward {self._backward} of step {self._step}"
+        words += f", through {max(self._reached, default=self._forward)[-1]}"
         self._agreement = begin_agreement(self.comm, words, refusal)
 
     def _leave(self) -> None:
@@ -389,11 +415,13 @@ class DistributedDataParallel(Wrapper):
             bucket.reset()
         self._left, self._agreement, self._is_looked_at = 0, None, False
         self._used_left = False
+        self._reached.clear()
 
     def _end_by(self, error: BaseException) -> None:
         """Refuse the sums of this backward that have not left, so that all ranks end it with an error."""
         refusal = error if isinstance(error, Exception) else PeerError(in_words(error), self.comm.rank)
         is_right = self._left == len(self._buckets) and self._used_left == (self._used is not None)
+        is_right = is_right and not isinstance(error, MismatchError)  # that one is on all ranks
         with suppress(FompiError, type(refusal)):
             if self._agreement is None:
                 self._begin(refusal)

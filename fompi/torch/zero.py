@@ -22,6 +22,9 @@ from fompi.torch.checkpoint import layouts_of
 from fompi.torch.nn import replicated
 from fompi.torch.parameters import Parameters, Wrapper, copy_from_rank_0, enter
 
+FEEDBACK = "feedback"
+"""The key of what messages have lost."""
+
 
 class ZeroDataParallel(Wrapper):
     """module, trained by a `fompi.parallel.data.DataParallel`: each rank has a part of the state of the optimizer
@@ -121,12 +124,14 @@ class ZeroDataParallel(Wrapper):
         """name -> what the optimizer keeps for the parameter: whole, for any number of ranks. Collective.
 
         Save it beside `module.state_dict()`, or beside `nn.full_state_dict(module)`: parts of parameters become whole
-        ones here, too. Values are those of `DataParallel.state_dict`.
+        ones here, too. Values are those of `DataParallel.state_dict`. With feedback, what was lost is among them.
         """
         self.refuse_copy()
         layouts, state = layouts_of(self.module), self.parallel.state_dict(parameters=False, rank0_only=False)
         found = state["optimizer"]
         for name, kept in found.items():
+            if FEEDBACK in state:
+                kept[FEEDBACK] = state[FEEDBACK][name]
             if name in layouts:
                 axis, layout = layouts[name]
                 shape = layout.shape_on(axis.rank)
@@ -148,7 +153,10 @@ class ZeroDataParallel(Wrapper):
                     for k, t in kept.items()
                 }
         self.wait()
-        self.parallel.load_state_dict({"optimizer": parts})
+        lost = {name: kept[FEEDBACK] for name, kept in parts.items() if isinstance(kept, Mapping) and FEEDBACK in kept}
+        for name in lost:
+            parts[name] = {key: value for key, value in parts[name].items() if key != FEEDBACK}
+        self.parallel.load_state_dict({"optimizer": parts} | ({FEEDBACK: lost} if lost else {}))
 
     @torch.no_grad()
     def wait(self, names: Iterable[str] | None = None) -> None:

@@ -125,6 +125,8 @@ def wide_range(rng, count):
     for at, value in ((70, np.nan), (200, np.inf), (330, -0.0)):
         a[at : at + 1] = value
     a[384:450] = 0
+    a[450:900:65] = (np.float32(-3.4028235e38) * (1 - 2.0**-24 * np.arange(7)))[: len(a[450:900:65])]
+    a[460:900:65] = 3.4e38
     return a.astype("f4")
 
 

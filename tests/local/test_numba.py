@@ -72,6 +72,7 @@ def test_messages_that_carry_fewer_bits_have_the_same_bits(wire, monkeypatch):
         a = rng.standard_normal(count).astype(np.float32)
         a *= np.repeat(2.0 ** rng.integers(-30, 20, count // 64 + 1), 64)[:count].astype(np.float32)
         a[:300:100], a[1000:1100], a[5000] = (np.nan, np.inf, -0.0), 0, 1e-42
+        a[2000:9000:1000] = np.finfo(np.float32).max * (1 - 2.0**-24 * np.arange(7))
         b, sent = rng.standard_normal(count).astype(np.float32), np.empty(WIRES[wire].nbytes(count), np.uint8)
         wires.run(f"encode_{wire}", [a, sent], ["float32", "uint8"])
         m = np.full_like(sent, 0xAA)

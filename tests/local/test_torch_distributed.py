@@ -147,3 +147,65 @@ def test_the_plug_in_of_vllm(monkeypatch, plugins, is_cpu, backend):
     (plugin,) = [each for each in entry_points(group="vllm.general_plugins") if each.name == "fompi"]
     plugin.load()()
     assert Platform.dist_backend == Platform().dist_backend == backend
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_hook_gives_back_by_parameter_and_place(dtype):
+    """Whatever the buckets are, what was sent of a parameter and what it has lost are together what was given."""
+    import torch
+
+    from fompi.torch.comm_hook import give_back
+
+    known, comm, kind = (
+        torch.utils.weak.WeakTensorKeyDictionary(),
+        SimpleNamespace(size=3, rank=1),
+        getattr(torch, dtype),
+    )
+    lengths, random = {"a": 70, "b": 5, "c": 200, "d": 64}, torch.Generator().manual_seed(0)
+    parameters = {name: torch.nn.Parameter(torch.zeros(n, dtype=kind)) for name, n in lengths.items()}
+    given, sent = ({name: torch.zeros(n) for name, n in lengths.items()} for _ in range(2))
+
+    def lost(name):
+        loss = known[parameters[name]]
+        return torch.from_numpy(loss.feedback.lost[loss.part].copy())
+
+    def run(names, used, is_summed=True):
+        for name in used:  # as autograd does
+            factors = 10.0 ** (ord(name) - ord("b")) * torch.randn(lengths[name], generator=random)
+            parameters[name].grad = None
+            (parameters[name] * factors.to(kind)).sum().backward()
+        parts = {
+            name: parameters[name].grad if name in used else torch.zeros(lengths[name], dtype=kind) for name in names
+        }
+        flat = torch.cat([*parts.values()])
+        of_names = [parameters[name] for name in names]
+        keep = give_back(known, "int4", comm, SimpleNamespace(buffer=lambda: flat, parameters=lambda: of_names))
+        if is_summed:
+            keep(None)
+            for name, x in zip(names, flat.split([lengths[name] for name in names]), strict=True):
+                if name in used:
+                    given[name] += parts[name].float()
+                    sent[name] += x.float() - lost(name)
+                else:
+                    assert not x.any()
+
+    for names, used in (
+        ("abcd", "abcd"),
+        ("cb", "cb"),
+        ("da", "da"),
+        ("cb", "c"),
+        ("ad", "d"),
+        ("a", ""),
+        ("dcba", "dc"),
+    ):
+        before = {name: lost(name) for name in names if parameters[name] in known}
+        run(names, used, is_summed=False)
+        assert all(torch.equal(lost(name), before[name]) for name in before), "a sum that fails changes nothing"
+        run(names, used)
+        assert all(torch.equal(lost(name), before[name]) for name in before if name not in used)
+        for name in lengths:
+            within = (1e-6 if dtype == "float32" else 0.02) * given[name].abs().max()
+            assert (given[name] - sent[name] - lost(name)).abs().max() <= within, (names, name)
+    assert all(lost(name).any() for name in "acd")
+    parameters.clear()
+    assert not len(known), "it keeps no parameter alive"

@@ -756,6 +756,41 @@ def test_smaller_gradients(rank, size, data, wire, feedback):
         train(step_on_rows(net, *given, rank, size), list(net.parameters()))
 
 
+class Products(torch.nn.Module):
+    """The gradient of parameter i is `gradients[i]`. The first ones are used first, so torch cuts other buckets."""
+
+    def __init__(self, gradients):
+        super().__init__()
+        self.gradients = gradients
+        self.weights = torch.nn.ParameterList(torch.zeros_like(g) for g in reversed(gradients))
+
+    def forward(self, used, factor):
+        pairs = zip(reversed(self.weights), self.gradients, strict=True)
+        return sum(((w * g).sum() * factor for i, (w, g) in enumerate(pairs) if i in used), torch.zeros(()))
+
+
+@pytest.mark.parametrize("options", [{"gradient_as_bucket_view": True}, {"find_unused_parameters": True}])
+def test_what_a_parameter_has_lost_is_given_back_to_it(rank, size, options):
+    """Also in other buckets, with a second model, and after a step without it. Magnitudes differ between parameters."""
+    random, hook = torch.Generator().manual_seed(rank), fompi.torch.wire("int8")
+    gradients = [10.0**k * torch.randn(64 * size, generator=random) for k in (-3, 1, -1, 3)]
+    means, steps = [dist_sum(g) / size for g in gradients], [(0, 1, 2, 3)] * 3
+    if "find_unused_parameters" in options:
+        steps[2] = (0, 3)
+    for order in (1, -1):
+        net = torch.nn.parallel.DistributedDataParallel(Products(gradients[::order]), bucket_cap_mb=1e-3, **options)
+        net.register_comm_hook(None, hook)
+        totals = [torch.zeros(64 * size) for _ in gradients]
+        for used, factor in [(used, 1.0) for used in steps] + [((0, 1, 2, 3), 0.0)]:  # at last what was lost alone
+            net.zero_grad()
+            net(used, factor).backward()
+            for total, w in zip(totals, reversed(net.module.weights), strict=True):
+                total += 0 if w.grad is None else w.grad
+        for i, (total, mean) in enumerate(zip(totals, means[::order], strict=True)):
+            off = (total - sum(i in used for used in steps) * mean).abs().max() / mean.abs().max()
+            assert off < 0.03, (order, i, off)
+
+
 def test_sums_of_sparse_tensors(rank, size):
     """Entries at one place are added. Ranks may have entries at other places, several at one place, or none."""
     places, many = [[rank, rank, size]], 3 * (rank % 2)

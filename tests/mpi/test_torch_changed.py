@@ -1,6 +1,7 @@
 """What a program does to the parameters of a wrapped module between two steps: taken over, or refused on all ranks."""
 
 import copy
+import dataclasses
 import warnings
 
 import pytest
@@ -294,6 +295,90 @@ def test_backwards_of_different_steps_are_not_averaged(world):
                 trained.model(x).sum().backward()
             optimizer.step()
     trained.model.close()
+
+
+@dataclasses.dataclass
+class Output:
+    """What torch does not look into."""
+
+    y: torch.Tensor
+
+    def sum(self):
+        return self.y.sum()
+
+
+def test_feedback_is_in_the_state_of_the_optimizer(world):
+    """Also into other buckets, and into a wrapper that has none. A parameter that no rank uses keeps its own."""
+    x, how = torch.randn(12, 4, dtype=torch.float32), {"optimizer": SGD(RATE), "wire": "int4"}
+    model = ZeroDataParallel(Net().float(), world, feedback=True, zero=2, **how)
+    model(x).square().sum().backward()
+    model.step()
+    state = model.optimizer_state_dict()
+    assert state.keys() == dict(model.module.named_parameters()).keys()
+    assert world.size == 1 or state["a.weight"]["feedback"].abs().max() > 0
+    (model.module.a(x).sum() * 0).backward()
+    model.step()
+    assert torch.equal(model.optimizer_state_dict()["b.weight"]["feedback"], state["b.weight"]["feedback"])
+    other = ZeroDataParallel(Net().float(), world, feedback=True, zero=1, bucket_nbytes=64, **how)
+    other.load_optimizer_state_dict(state)
+    for name, kept in other.optimizer_state_dict().items():
+        torch.testing.assert_close(kept["feedback"], state[name]["feedback"], rtol=1e-6, atol=1e-6)
+    plain = ZeroDataParallel(Net().float(), world, **how)
+    plain.load_optimizer_state_dict(state)
+    assert "feedback" not in plain.optimizer_state_dict()["a.weight"]
+    for one in (model, other, plain):
+        one.close()
+
+
+@pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="there is no other rank")
+@pytest.mark.parametrize("which", ["training", "evaluation", "another", "without tensors"])
+def test_a_forward_without_its_backward_on_one_rank(world, which):
+    """The gradients of one forward are not summed with those of another one. Afterwards the ranks go on together."""
+    net, x, is_last = Net(), torch.ones(12, 4), world.rank == world.size - 1
+    if which == "without tensors":
+        net.register_forward_hook(lambda module, given, y: Output(y))
+    model = DistributedDataParallel(net, world).train(which != "evaluation")
+    for _ in range(2):
+        model(x).sum().backward()
+        torch.optim.SGD(model.parameters(), RATE).step()
+        made = [model(x) for _ in range(2 if is_last or which == "another" else 1)]
+        with pytest.raises(fompi.MismatchError, match=r"forward 1 .*forward 2 |forward 2 .*forward 1 "):
+            made[-1 if is_last else 0].sum().backward()
+    model.close()
+
+
+def test_forwards_and_backwards_that_all_ranks_run_alike(world):
+    """Without a backward, without gradients, in evaluation by one rank, several for one backward, and again in one."""
+    net, whole, x = Net(), Net(), torch.ones(12, 4)
+    whole.load_state_dict(net.state_dict())
+    model = DistributedDataParallel(net, world)
+
+    def run(model, rank):
+        model(x)
+        (model(x).sum() * model(2 * x).sum()).backward()
+        loss = model(x).sum()
+        for _ in range(rank):
+            model.eval()(x)
+            model.train()
+            with torch.no_grad():
+                model(x)
+        loss.backward(retain_graph=True)
+        first, second = model(x).sum(), model(3 * x).sum()
+        loss.backward()
+        first.backward()
+        second.backward()
+        for again in (False, True):
+            given = x.clone().requires_grad_()
+            torch.utils.checkpoint.checkpoint(model, given, use_reentrant=again).sum().backward()
+
+    for _ in range(2):
+        run(model, world.rank)
+        run(whole, 0)
+        for p, q in zip(net.parameters(), whole.parameters(), strict=True):
+            assert torch.allclose(p.grad, q.grad)
+        for one in (net, whole):
+            torch.optim.SGD(one.parameters(), RATE / 100).step()
+    model.close()
 
 
 @pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="there is no other rank")

@@ -266,12 +266,19 @@ def numbers(rng, count, kind):
         x = rng.integers(-300, 300, count).astype(np.float32)
     if kind == "zeros":
         x[:] = -0.0
+    if kind == "denormals":
+        x = (rng.integers(-400, 400, count) * 2.0**-149).astype(np.float32)
+    if kind == "largest":  # and its neighbours, on both sides of what bfloat16 and float16 hold
+        bits = rng.choice([0x7F7FFFFF, 0x7F7F8000, 0x7F7F7FFF, 0x7F7F0000, 0x477FEFFF, 0x477FF000], count)
+        x = (bits - rng.integers(0, 9, count) | rng.integers(0, 2, count) << 31).astype(np.uint32).view(np.float32)
+    if kind == "one largest" and count:
+        x[rng.integers(count)] = -np.finfo(np.float32).max
     if kind in ("nan", "inf") and count:
         x[rng.integers(count)] = float(kind)
     return x
 
 
-KINDS = ("numbers", "integers", "zeros", "nan", "inf")
+KINDS = ("numbers", "integers", "zeros", "denormals", "largest", "one largest", "nan", "inf")
 
 
 @pytest.mark.parametrize(("name", "dtype"), ALL)
@@ -297,18 +304,22 @@ def test_kernels_in_c_have_the_bits_of_numpy(name, dtype, monkeypatch):
 @pytest.mark.parametrize("name", WIRES)
 def test_elements_are_off_by_no_more_than_the_wire_says(name):
     rng, wire = np.random.default_rng(1), WIRES[name]
-    for count, kind, _ in product((1, 63, 200), ("numbers", "integers", "zeros"), range(60)):
+    for count, kind, _ in product((1, 63, 200), KINDS[:-2], range(60)):
         x = numbers(rng, count, kind)
         if name == "float16":
             x = np.clip(x, -65504, 65504)
         m = np.zeros(wire.nbytes(count), np.uint8)
         wires.encode(wire, x, m)
-        error = np.abs(wires.decode(wire, m, count).astype(np.float64) - x)
+        y = wires.decode(wire, m, count)
+        assert np.isfinite(y).all()
+        error = np.abs(y.astype(np.float64) - x)
         for at in range(0, count, RUN):
             run = np.abs(x[at : at + RUN].astype(np.float64))
             scale = run.max() / wire.top if wire.top else 0.0
             most = wire.of_scale * scale + wire.of_itself * run + wire.least
             assert (error[at : at + RUN] <= most).all(), (count, kind)
+        told, largest = wires.half_unit(name, m, count)
+        assert error.max() <= told and np.abs(y).max(initial=0.0) <= largest, (count, kind)
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8_e4m3", "int4"])
@@ -319,3 +330,26 @@ def test_a_run_with_a_nan_is_nan_and_its_neighbour_is_not(name):
     wires.encode(wire, x, m)
     y = wires.decode(wire, m, x.size)
     assert np.isnan(y[:RUN]).all() and (y[RUN:] == 1).all()
+
+
+@pytest.mark.parametrize(("name", "dtype"), ALL)
+def test_feedback_makes_no_infinity_of_what_is_finite(name, dtype):
+    """Of the largest elements there is something to give back in the second step. What is infinite stays so."""
+    most = np.float32([{"float16": 65504, "bfloat16": (2 - 2**-7) * 2.0**127}.get(dtype, np.finfo(np.float32).max)])
+    if name == "float16":  # above, this wire is infinite
+        most = np.float32([65504])
+    x = np.concatenate([most.repeat(70), -most * np.linspace(0, 1, 70, dtype=np.float32), np.ones(70, np.float32)])
+    feedback = wires.Feedback(name, 2, 1, np.zeros(x.size, np.float32))
+    for _ in range(3):
+        given = narrow(x, dtype)
+        feedback.give_back(given, dtype)
+        feedback.keep()
+        assert np.isfinite(widen(given, dtype)).all() and np.isfinite(feedback.lost).all()
+        m, got = np.zeros(WIRES[name].nbytes(x.size), np.uint8), np.empty_like(x)
+        wires.run(f"encode_{name}", [given, m], [dtype, "uint8"])
+        wires.run(f"decode_{name}", [m, got], ["uint8", "float32"])
+        assert np.isfinite(got).all()
+    x[-1] = np.inf
+    given = narrow(x, dtype)
+    feedback.give_back(given, dtype)
+    assert np.isinf(widen(given, dtype)[-1])

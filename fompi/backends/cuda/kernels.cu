@@ -240,7 +240,8 @@ template <Wire W, class T> __device__ void encode(u8* m, const T* a, Long count)
       const u32 other = __shfl_xor_sync(0xFFFFFFFF, largest, distance);
       largest = other > largest ? other : largest;
     }
-    const float scale = largest >= 0x7F800000 ? as_float(0x7FC00000) : as_float(largest) / top_of(W);
+    const u32 most = largest > 0x7F7FFFF8 ? 0x7F7FFFF8 : largest;  // LARGEST of fompi.base.wires
+    const float scale = largest >= 0x7F800000 ? as_float(0x7FC00000) : as_float(most) / top_of(W);
     if (lane == 0) scales[r] = scale;
     const bool usable = scale > 0;
     if (W == INT4) {
@@ -256,8 +257,12 @@ template <Wire W, class T> __device__ void encode(u8* m, const T* a, Long count)
   }
 }
 
+// bfloat16 keeps finite what is finite: it is cut where rounding would make it infinite. float16 does not hold that.
 template <class H> __device__ void encode_half(u8* m, const f32* a, Long count) {
-  for (Long i = first(); i < padded(count, 16) / 2; i += step()) put(((H*)m)[i], i < count ? a[i] : 0.0f);
+  for (Long i = first(); i < padded(count, 16) / 2; i += step()) {
+    const u32 bits = as_bits(i < count ? a[i] : 0.0f);
+    put(((H*)m)[i], as_float((bits & 0x7FFFFFFF) - 0x7F7F8000 < 0x8000 ? bits & 0xFFFF0000 : bits));
+  }
 }
 
 // Element i of a block.
