@@ -225,7 +225,8 @@ class DataParallel:
         averaged = self.comm.size * (self.replicas.size if self.replicas else 1)
         if self._canonical is not None:
             averaged = self._canonical.leaves
-        self._scale = 1 / averaged if average and self._op == "sum" else 1.0
+        self.weight = 1 / averaged if average else 1.0  # of the gradient of a rank, or of a leaf, in an update
+        self._scale = self.weight if self._op == "sum" else 1.0
         last = len(self.buckets) - 1
         self._cycle = [*range(last + 1), *(range(last - 1, -1, -1) if zero == 3 else ())] if zero else []
         self._at = 0 if zero == 3 else len(self._cycle)  # the next gather is that of bucket _cycle[_at]

@@ -122,7 +122,7 @@ def _all_lost(dp: DataParallel, bucket: Bucket) -> dict[str, Any]:
     for axis in (dp.comm, *dp._others()):
         total = call(all_reduce, total, dtype=bucket.wide, comm=axis, schedule=same_bits(axis))
     assert total is not None
-    total = total * dp._scale
+    total = total * dp.weight
     found = {name: total[a:b].reshape(bucket.shapes[name]).copy() for name, (a, b) in bucket.spans.items()}
     return {name: lent(array, bucket.likes[name], bucket.wide) for name, array in found.items()}
 
@@ -133,7 +133,7 @@ def _own_lost(dp: DataParallel, bucket: Bucket, whole: Mapping[str, Array]) -> A
     if whole and all(axis.rank == 0 for axis in dp._others()):
         flat = np.concatenate([whole[name].reshape(-1) for name in bucket.names])
         first, last = offsets(split(bucket.size, dp.comm.size))[dp.comm.rank :][:2]
-        mine[first:last] = flat[first:last] / dp._scale
+        mine[first:last] = flat[first:last] / dp.weight
     return mine
 
 
