@@ -44,6 +44,8 @@ from fompi.torch.parameters import Parameters, Wrapper, copy_from_rank_0, enter
 class GradientBucket:
     """Parameters of one dtype. `flat` has their gradients, and for each a number > 0 if some rank has used it.
 
+    Messages have `own`, which is the same memory until the program moves p.grad (`share_memory_`). Then it is copied.
+
     If messages carry fewer bits, these numbers are in `used`, which is summed apart: they would be the scale of others.
 
     Gradients of a half type are also added up in float32, in `wide`. autograd adds them to p.grad, which rounds each
@@ -68,8 +70,8 @@ class GradientBucket:
         dtype, runs = parameters[0].dtype, list(pairwise(ends))
         self.dtype = str(dtype).removeprefix("torch.")
         count = ends[-1] + (len(parameters) if used is None else 0)
-        # Memory of NumPy, of which torch frees nothing: p.grad.untyped_storage().resize_(0) would free all gradients.
-        self.flat = torch.from_numpy(np.zeros(count * parameters[0].element_size(), np.uint8)).view(dtype)
+        memory = np.zeros(count * parameters[0].element_size(), np.uint8)  # torch frees nothing of it
+        self.flat, self.own = (torch.from_numpy(memory).view(dtype) for _ in range(2))
         self.used = self.flat[ends[-1] :] if used is None else used
         self.parts = [slice(a, b) for a, b in runs]
         self.views = [self.flat[a:b].view_as(p) for p, (a, b) in zip(parameters, runs, strict=True)]
@@ -87,7 +89,7 @@ class GradientBucket:
             how |= {"wire": wire, "schedule": "direct", "slices": 1}
             if feedback:
                 self.feedback = Feedback(wire, comm.size, comm.rank, np.zeros(ends[-1], np.float32))
-        self.mean = repeated(all_reduce, self.flat.nbytes, self.flat, out=self.flat, comm=comm, **how)
+        self.mean = repeated(all_reduce, memory.nbytes, self.own, out=self.own, comm=comm, **how)
 
     def listen(self, i: int, ready: Callable[[torch.Tensor], None]) -> None:
         """Let autograd call `ready` when the gradient of parameter i is complete, and `add` and `added` before.
@@ -144,15 +146,23 @@ class GradientBucket:
             parameter.grad = view.detach()
         self.used[i] = parameter.grad is not None
 
+    @property
+    def has_moved(self) -> bool:
+        return self.flat.data_ptr() != self.own.data_ptr()
+
     def give_back(self) -> None:
         """Add what messages of earlier steps have lost."""
+        if self.has_moved:
+            self.own.copy_(self.flat)
         if self.feedback is not None:
-            x = dlpack.borrow(self.flat).array
-            self.feedback.give_back(x, self.dtype)
+            self.feedback.give_back(dlpack.borrow(self.own).array, self.dtype)
 
     def settle(self) -> None:
         """Wait for the sum. The gradients become the mean. A parameter that no rank has used keeps none."""
         self.sum.wait()
+        dlpack.mark_written(self.flat)
+        if self.has_moved:
+            self.flat.copy_(self.own)
         used = self.used.ne(0).tolist()
         if self.feedback is not None:
             self.feedback.keep(part for part, is_used in zip(self.parts, used, strict=True) if not is_used)
@@ -388,7 +398,7 @@ class DistributedDataParallel(Wrapper):
             bucket.take(i)
         bucket.give_back()
         self._left, bucket.sum = self._left + 1, bucket.mean  # after an error, too, this rank has taken part in it
-        bucket.mean.start(x=bucket.flat)
+        bucket.mean.start(x=bucket.own)
 
     def _finish(self) -> None:
         """The end of a backward: the other buckets leave, and all sums arrive."""

@@ -193,6 +193,27 @@ def test_what_is_taken_over(world, wrapper, change):
     trained[1].model.close()
 
 
+@pytest.mark.parametrize("bucket_nbytes", [100, 1 << 20])
+def test_gradients_that_move_while_they_are_summed(world, bucket_nbytes):
+    """As where a hook of the program puts p.grad into a queue of torch.multiprocessing."""
+
+    def moves(p):
+        p.grad.share_memory_()
+
+    net = torch.nn.Sequential(*[torch.nn.Linear(400, 400) for _ in range(3)])
+    ddp, means = DistributedDataParallel(net, world, bucket_nbytes=bucket_nbytes), []
+    for number in range(3):
+        if number == 1:
+            for p in net.parameters():
+                p.register_post_accumulate_grad_hook(moves)
+        net.zero_grad(set_to_none=number < 2)
+        ddp(torch.full((4, 400), 1.0 + world.rank)).sum().backward()
+        means.append([p.grad.clone() for p in net.parameters()])
+    for later in means[1:]:
+        assert all(map(torch.equal, later, means[0]))
+    ddp.close()
+
+
 def wider(net):
     net.b.weight.data = torch.zeros(3, 7)
 
