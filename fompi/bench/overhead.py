@@ -20,7 +20,7 @@ from fompi.bench.options import Options
 from fompi.mpi.link import request_testsome
 from fompi.ops import operations
 from fompi.plans.problems import Form, problem
-from fompi.tuning.rounds import Figure, Row, alternate, difference, median_figure
+from fompi.tuning.rounds import Figure, Row, alternate, difference, median_figure, seconds_of
 
 CALLS, QUICK_CALLS = 300, 60
 """Calls per round."""
@@ -218,18 +218,14 @@ def planning(options: Options) -> list[Row]:
     """A cold plan for 8 ranks, as the first call of an operation makes it, and the choice among candidates."""
     from fompi.runtime.compiled import Compiled
 
-    seconds = []
-    for _ in range(options.rounds):
-        begun = perf_counter()
-        plan = fompi.plan(
-            fompi.matmul_reduce_scatter,
-            Spec((4096, 4096), "float32", Shard(1)),
-            Spec((4096, 1024), "float32", Shard(0)),
-            ranks=8,
-        )
+    specs = Spec((4096, 4096), "float32", Shard(1)), Spec((4096, 1024), "float32", Shard(0))
+
+    def cold() -> None:
+        plan = fompi.plan(fompi.matmul_reduce_scatter, *specs, ranks=8)
         fompi.verify(plan)
         Compiled(plan, 0)
-        seconds.append(perf_counter() - begun)
+
+    seconds = [seconds_of(cold) for _ in range(options.rounds)]
     figure = median_figure("cold", seconds, "ms", most=50)
     made = Row("a plan for 8 ranks, written, verified, compiled", "", {"cold": seconds}, figures=[figure])
     return [made, *choosing(options), *([] if options.quick else walking(options))]
