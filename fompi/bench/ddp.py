@@ -90,10 +90,8 @@ def measured(comm: Communicator, cluster: TcpHosts, group: Any, model: Blocks, r
 
     from fompi.torch import DistributedDataParallel
 
-    def made() -> Any:
-        return blocks(model.depth, 0, model.width, model.hidden)
-
     x = torch.randn(model.rows, model.width, generator=torch.Generator().manual_seed(comm.rank))
+    made = partial(blocks, model.depth, width=model.width, hidden=model.hidden)
     models = {name: made() for name in (GLOO, GROUP, OURS, COMPUTE)}
     ours = DistributedDataParallel(models[OURS], comm, bucket_nbytes=BUCKET_MB << 20)
     backward = _Timed(models[COMPUTE], x)
@@ -158,13 +156,12 @@ class _Timed:
         self.seconds.append(perf_counter() - begun)
 
 
-def _all_reduces(comm: Communicator, model: Blocks, meanwhile: Callable[[], None] | None = None) -> None:
+def _all_reduces(comm: Communicator, model: Blocks, meanwhile: Callable[[], object] = lambda: None) -> None:
     """The gradients of all buckets, all started at once."""
     import torch
 
     part = torch.ones(model.nbytes // 4 // model.buckets)
     begun = [fompi.all_reduce.start(part, comm=comm, op="mean") for _ in range(model.buckets)]
-    if meanwhile is not None:
-        meanwhile()
+    meanwhile()
     for pending in begun:
         pending.wait()
