@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.emulated import Emulated
+from fompi.bench.cluster import TcpHosts
+from fompi.bench.collectives import progress
 from fompi.bench.kernels import emulated
 from fompi.engine.communicator import Communicator
 from fompi.model.machine import Machine
 from fompi.parallel.turns import give_way
+from fompi.tuning.rounds import Row
 
 Array = np.ndarray[Any, Any]
 
@@ -59,3 +62,8 @@ class Accelerator(Emulated):
         finally:
             for comm in self.comms:
                 comm.backend = None
+
+
+def emulated_row(comm: Communicator, cluster: TcpHosts, what: str, samples: Any, **more: Any) -> Row:
+    """A row of kernels on an emulated accelerator, with real messages."""
+    return Row(what, str(cluster), samples, progress=progress(comm), marks=["emulated accelerator"], **more)

@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from fompi.base.errors import FompiError
 from fompi.bench.cluster import TcpHosts
 from fompi.bench.collectives import progress
 from fompi.bench.options import Options
-from fompi.bench.rivals.gloo import Gloo
-from fompi.bench.step import compare
+from fompi.bench.rivals.gloo import torch_hosts
+from fompi.bench.step import compare, repeated
 from fompi.engine.communicator import Communicator
 from fompi.tuning.rounds import Figure, Row, alternate, difference
 
@@ -49,33 +48,15 @@ class Verb(NamedTuple):
 
 
 def rows(comm: Communicator, options: Options) -> list[Row]:
-    try:
-        import torch
-        import torch.distributed as distributed
-    except ImportError:
-        raise FompiError("bench c10d compares with PyTorch, which is not installed: pip install torch") from None
-    from fompi.torch.autoload import register
-
-    register()
-    cases = [(verb, size) for verb in VERBS for size in ((0,) if verb == "barrier" else _sizes(options))]
+    sizes = QUICK_SIZES if options.quick else SIZES
+    cases = [(verb, size) for verb in VERBS for size in ((0,) if verb == "barrier" else sizes)]
 
     def name(case: tuple[str, int]) -> str:
         return f"{case[0]} {_bytes(case[1])}".strip()
 
-    with TcpHosts(comm.link.comm, options.quick) as cluster:
-        gloo = Gloo(comm.link.comm, cluster.rendezvous())
-        try:
-            group = distributed.new_group(backend="fompi")
-            return [
-                measured(comm, cluster, torch, group, name(case), *case, options.rounds)
-                for case in options.each(cases, name)
-            ]
-        finally:
-            gloo.close()
-
-
-def _sizes(options: Options) -> tuple[int, ...]:
-    return QUICK_SIZES if options.quick else SIZES
+    with torch_hosts(comm, "c10d", options.quick) as (cluster, distributed):
+        group = distributed.new_group(backend="fompi")
+        return [measured(comm, cluster, group, name(case), *case, options.rounds) for case in options.each(cases, name)]
 
 
 def _bytes(size: int) -> str:
@@ -85,11 +66,9 @@ def _bytes(size: int) -> str:
     return ""
 
 
-def measured(
-    comm: Communicator, cluster: TcpHosts, torch: Any, group: Any, what: str, verb: str, nbytes: int, rounds: int
-) -> Row:
+def measured(comm: Communicator, cluster: TcpHosts, group: Any, what: str, verb: str, nbytes: int, rounds: int) -> Row:
     mpi = comm.link.comm
-    gloo, ours = (verb_of(torch, each, comm, verb, nbytes) for each in (None, group))
+    gloo, ours = (verb_of(each, comm, verb, nbytes) for each in (None, group))
     for each in (gloo, ours):
         each.call()
     if gloo.result():
@@ -100,16 +79,11 @@ def measured(
         calls[LIBRARY] = library
     once = alternate(mpi, calls, 1, calls=4, warmup=WARMUP)
     counts = {name: max(1, min(MOST_CALLS, int(SECONDS / times[0]))) for name, times in once.items()}
-    turns = {name: partial(_repeat, call, counts[name]) for name, call in calls.items()}
+    turns = {name: partial(repeated, call, counts[name]) for name, call in calls.items()}
     taken = alternate(mpi, turns, rounds, warmup=1, idle=cluster.idle)
     samples = {name: [seconds / counts[name] for seconds in times] for name, times in taken.items()}
     row = Row(what, str(cluster), samples, base=OURS, progress=f"{progress(comm)}; gloo: threads")
     return Row(**{**vars(row), "figures": [*_figures(row, nbytes, cluster.shared)]})
-
-
-def _repeat(call: Callable[[], object], count: int) -> None:
-    for _ in range(count):
-        call()
 
 
 def _figures(row: Row, nbytes: int, is_shared: bool) -> Iterator[Figure]:
@@ -127,8 +101,10 @@ def _figures(row: Row, nbytes: int, is_shared: bool) -> Iterator[Figure]:
 HALVES = {"all_reduce bfloat16": "bfloat16", "all_reduce float16": "float16"}
 
 
-def verb_of(torch: Any, group: Any, comm: Communicator, verb: str, nbytes: int) -> Verb:
+def verb_of(group: Any, comm: Communicator, verb: str, nbytes: int) -> Verb:
     """The verb on a group of torch, on tensors of its own."""
+    import torch
+
     dist, rank, size = torch.distributed, comm.rank, comm.size
     dtype = getattr(torch, HALVES.get(verb, "float32"))
     count = max(1, nbytes // (dtype.itemsize * size))

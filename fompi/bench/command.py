@@ -33,10 +33,7 @@ ON_DEVICES = ("fused", "collectives", "parallel", "step")
 PRINTED = "-"
 """In place of a file's name: print it."""
 
-WITHOUT_SUMMARY = (
-    "collectives", "papers", "parallel", "step", "ddp", "c10d", "decode", "train", "overhead", "jit", "smaller",
-    "order",
-)  # fmt: skip
+WITHOUT_SUMMARY = tuple(suite for suite in SUITES if suite not in ("fused", "peers", "planner", "adapt"))
 """Suites whose rows do not depend on each other: `--row` selects some of them."""
 
 

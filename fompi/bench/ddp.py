@@ -33,15 +33,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import fompi
-from fompi.base.errors import FompiError
 from fompi.bench.cluster import TcpHosts
 from fompi.bench.collectives import progress
 from fompi.bench.options import Options
 from fompi.bench.rivals import steps
-from fompi.bench.rivals.gloo import Gloo
-from fompi.bench.step import blocks, compare
+from fompi.bench.rivals.gloo import torch_hosts
+from fompi.bench.step import blocks, compare, repeated
 from fompi.engine.communicator import Communicator
-from fompi.tuning.rounds import Figure, Row, alternate, of_all_ranks
+from fompi.tuning.rounds import Figure, Row, alternate, of_all_ranks, seconds_of
 
 BUCKET_MB = 1
 
@@ -80,21 +79,10 @@ LEAST_HIDDEN = 0.9
 
 
 def rows(comm: Communicator, options: Options) -> list[Row]:
-    try:
-        import torch.distributed as distributed
-    except ImportError:
-        raise FompiError("bench ddp compares with PyTorch, which is not installed: pip install torch") from None
-    from fompi.torch.autoload import register
-
-    register()
-    with TcpHosts(comm.link.comm) as cluster:
-        gloo = Gloo(comm.link.comm, cluster.rendezvous())
-        try:
-            group = distributed.new_group(backend="fompi")
-            models = MODELS[:1] if options.quick else MODELS
-            return [measured(comm, cluster, group, model, options.rounds) for model in options.each(models)]
-        finally:
-            gloo.close()
+    with torch_hosts(comm, "ddp") as (cluster, distributed):
+        group = distributed.new_group(backend="fompi")
+        models = MODELS[:1] if options.quick else MODELS
+        return [measured(comm, cluster, group, model, options.rounds) for model in options.each(models)]
 
 
 def measured(comm: Communicator, cluster: TcpHosts, group: Any, model: Blocks, rounds: int) -> Row:
@@ -102,10 +90,8 @@ def measured(comm: Communicator, cluster: TcpHosts, group: Any, model: Blocks, r
 
     from fompi.torch import DistributedDataParallel
 
-    def made() -> Any:
-        return blocks(model.depth, 0, model.width, model.hidden)
-
     x = torch.randn(model.rows, model.width, generator=torch.Generator().manual_seed(comm.rank))
+    made = partial(blocks, model.depth, width=model.width, hidden=model.hidden)
     models = {name: made() for name in (GLOO, GROUP, OURS, COMPUTE)}
     ours = DistributedDataParallel(models[OURS], comm, bucket_nbytes=BUCKET_MB << 20)
     backward = _Timed(models[COMPUTE], x)
@@ -113,15 +99,15 @@ def measured(comm: Communicator, cluster: TcpHosts, group: Any, model: Blocks, r
     calls: dict[str, Callable[[], Any]] = {
         GLOO: steps.data_parallel(models[GLOO], x, bucket_cap_mb=BUCKET_MB),
         GROUP: steps.data_parallel(models[GROUP], x, bucket_cap_mb=BUCKET_MB, process_group=group),
-        OURS: partial(_step, ours, x),
+        OURS: steps.alone(ours, x),
         COMPUTE: backward,
         MESSAGES: messages,
     }
     for call in calls.values():
         call()
-    seconds = of_all_ranks(comm.link.comm, np.array([_seconds(messages), _seconds(backward)])).max(axis=0)
+    seconds = of_all_ranks(comm.link.comm, np.array([seconds_of(messages), seconds_of(backward)])).max(axis=0)
     repeats = int(1.5 * seconds[0] / seconds[1]) + 1  # so kernels last longer than the messages beside them
-    calls[KERNELS] = partial(_repeated, backward, repeats)
+    calls[KERNELS] = partial(repeated, backward, repeats)
     calls[BESIDE] = partial(_all_reduces, comm, model, calls[KERNELS])
     gradients = {name: [p.grad for p in models[name].parameters()] for name in (GLOO, GROUP, OURS)}
     for name in (GROUP, OURS):
@@ -170,29 +156,12 @@ class _Timed:
         self.seconds.append(perf_counter() - begun)
 
 
-def _step(model: Any, x: Any) -> None:
-    model.zero_grad()
-    model(x).square().mean().backward()
-
-
-def _all_reduces(comm: Communicator, model: Blocks, meanwhile: Callable[[], None] | None = None) -> None:
+def _all_reduces(comm: Communicator, model: Blocks, meanwhile: Callable[[], object] = lambda: None) -> None:
     """The gradients of all buckets, all started at once."""
     import torch
 
     part = torch.ones(model.nbytes // 4 // model.buckets)
     begun = [fompi.all_reduce.start(part, comm=comm, op="mean") for _ in range(model.buckets)]
-    if meanwhile is not None:
-        meanwhile()
+    meanwhile()
     for pending in begun:
         pending.wait()
-
-
-def _repeated(call: Callable[[], Any], times: int) -> None:
-    for _ in range(times):
-        call()
-
-
-def _seconds(call: Callable[[], Any]) -> float:
-    begun = perf_counter()
-    call()
-    return perf_counter() - begun

@@ -24,12 +24,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import fompi
-from fompi.base.errors import FompiError
 from fompi.base.layout import split
 from fompi.bench.cluster import TcpHosts
 from fompi.bench.collectives import progress
 from fompi.bench.options import Options
-from fompi.bench.rivals.gloo import Gloo
+from fompi.bench.rivals.gloo import torch_hosts
 from fompi.bench.step import compare
 from fompi.engine.communicator import Communicator
 from fompi.mpi.transport import start_mpi
@@ -62,28 +61,18 @@ WITHIN_MPI, LEAST_DECODE, LEAST_PREFILL = 0.95, 1.35, 1.2
 
 
 def rows(comm: Communicator, options: Options) -> list[Row]:
-    try:
+    with torch_hosts(comm, "decode", options.quick) as (cluster, distributed):
         import torch
-        import torch.distributed as distributed
-    except ImportError:
-        raise FompiError("bench decode compares with PyTorch, which is not installed: pip install torch") from None
-    from fompi.torch.autoload import register
 
-    register()
-    with TcpHosts(comm.link.comm, options.quick) as cluster, torch.inference_mode():
-        gloo = Gloo(comm.link.comm, cluster.rendezvous())
-        try:
-            group = distributed.new_group(backend="fompi")
+        with torch.inference_mode():
             decoder = Decoder(torch, comm, QUICK if options.quick else FULL)
             sums = {
                 GLOO: partial(_summed, distributed, None),
-                OURS: partial(_summed, distributed, group),
+                OURS: partial(_summed, distributed, distributed.new_group(backend="fompi")),
                 LIBRARY: partial(_by_library, comm.link.comm),
             }
             parts = {"decode, one token": one_token, "prefill": prompt, "sum, residual and norm": sum_and_norm}
             return [parts[name](comm, cluster, decoder, sums, options.rounds) for name in options.each([*parts])]
-        finally:
-            gloo.close()
 
 
 def sum_and_norm(comm: Communicator, cluster: TcpHosts, decoder: Decoder, sums: Mapping[str, Any], rounds: int) -> Row:

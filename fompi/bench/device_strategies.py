@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,11 +25,17 @@ from fompi.bench.options import Options
 from fompi.bench.strategies import (
     BUCKETS,
     CHOSEN,
+    FOMPI,
+    KERNELS,
+    MESSAGES,
+    MOST_SLICES,
+    SERIAL,
     Bound,
     block_bound,
     experts_bound,
     ring_bound,
     ulysses_bound,
+    with_bound,
     zero_1_bound,
 )
 from fompi.engine.communicator import Communicator
@@ -40,9 +45,7 @@ from fompi.parallel.expert import experts_of, moe
 from fompi.parallel.pipeline import Pipeline
 from fompi.parallel.sequence import Sharding, ring_attention, ulysses_attention
 from fompi.parallel.tensor import column_parallel_linear, row_parallel_linear
-from fompi.tuning.rounds import Figure, Row, alternate, median_interval
-
-FOMPI, SERIAL, KERNELS, MESSAGES = "fompi", "serial", "kernels alone", "messages alone"
+from fompi.tuning.rounds import Row, alternate
 
 Call = Callable[[], object]
 
@@ -103,14 +106,7 @@ def measured(comm: Communicator, cluster: TcpHosts, bench: Bench, case: DeviceSt
         call()
     samples = alternate(comm.link.comm, timed, rounds, idle=cluster.idle)
     row = Row(case.what, bench.setup(comm, cluster), samples, base=FOMPI, progress=progress(comm), marks=bench.marks)
-    t_c, t_m = row.median(KERNELS), row.median(MESSAGES)
-    bound = case.bound(t_c, t_m)
-    exposed = [(t - c) / t_m for t, c in zip(samples[FOMPI], samples[KERNELS], strict=True)]
-    figures = [
-        Figure("exposed / messages", median(exposed), "", median_interval(exposed), limit=bound / t_m),
-        row.ratio(SERIAL, FOMPI, limit=(t_c + t_m) / (t_c + bound)),
-    ]
-    return replace(row, limits={"kernels and bound": t_c + bound}, figures=figures)
+    return with_bound(row, case.bound)
 
 
 # ------------------------------------------------------------------------------------------------------- parallel
@@ -137,7 +133,7 @@ def tensor_parallel_block(comm: Communicator, bench: Bench, sizes: Dimensions) -
     def kernels() -> None:
         product(product(full, w1), w2)
 
-    return DeviceStrategy("TP+SP block", call, kernels, messages, block_bound(comm.size))
+    return DeviceStrategy("TP+SP block", call, kernels, messages, block_bound(comm.size, MOST_SLICES))
 
 
 def ring(comm: Communicator, bench: Bench, sizes: Dimensions) -> DeviceStrategy:

@@ -6,7 +6,6 @@ All contestants of a row alternate in one run. The second row is meant for two h
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import perf_counter
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ import fompi
 import fompi.jax
 from fompi.base.layout import Partial, Spec
 from fompi.bench.options import Options
-from fompi.tuning.rounds import Row, alternate, difference, meet, of_all_ranks, ratio
+from fompi.tuning.rounds import Row, alternate, difference, meet, of_all_ranks, ratio, seconds_of
 
 CALLS, QUICK_CALLS = 300, 60
 """Calls per round of the first row."""
@@ -116,7 +115,5 @@ def _fastest(comm: Any, call: Callable[[], Any]) -> float:
     seconds = []
     for _ in range(1 + TRIALS):  # the first one compiles
         meet(comm.link.comm)
-        begun = perf_counter()
-        jax.block_until_ready(call())
-        seconds.append(perf_counter() - begun)
+        seconds.append(seconds_of(lambda: jax.block_until_ready(call())))
     return min(seconds[1:])

@@ -20,7 +20,7 @@ from fompi.bench.options import Options
 from fompi.mpi.link import request_testsome
 from fompi.ops import operations
 from fompi.plans.problems import Form, problem
-from fompi.tuning.rounds import Figure, Row, alternate, difference, median_figure
+from fompi.tuning.rounds import Figure, Row, alternate, difference, median_figure, seconds_of
 
 CALLS, QUICK_CALLS = 300, 60
 """Calls per round."""
@@ -155,7 +155,8 @@ def bare_messages(comm: Any, chunks: list[np.ndarray], into: np.ndarray) -> Call
 
 def changing_sizes(comm: Any, options: Options) -> list[Row]:
     """New random counts at every call, and bare messages with the same counts."""
-    size, capacity, calls = comm.size, 64, CHANGING_CALLS // (10 if options.quick else 1)
+    rank, size, capacity, calls = comm.rank, comm.size, 64, CHANGING_CALLS // (10 if options.quick else 1)
+    unbound = operations.all_to_all
     generator = random.Random(5)
     tables = [
         tuple(tuple(generator.randrange(capacity) for _ in range(size)) for _ in range(size)) for _ in range(calls)
@@ -170,7 +171,7 @@ def changing_sizes(comm: Any, options: Options) -> list[Row]:
             return lambda: call(next(following))
 
         contestants = {
-            "a2a": in_turn(lambda table: unbound_all_to_all(comm, data, table)),
+            "a2a": in_turn(lambda table: unbound(data[: sum(table[rank])], counts=table[rank], comm=comm)),
             "bare a2a": in_turn(lambda table: bare_all_to_all(comm, data, table)),
             "gather": in_turn(lambda table: bound(counts=table[0])),
             "bare gather": in_turn(lambda table: bare_all_to_all(comm, data, tuple((n,) * size for n in table[0]))),
@@ -184,11 +185,6 @@ def changing_sizes(comm: Any, options: Options) -> list[Row]:
         what = f"{what}, new counts at every call"
         made.append(Row(what, samples=samples, base="mpi4py alone", figures=[figure], **_setup(comm)))
     return made
-
-
-def unbound_all_to_all(comm: Any, data: np.ndarray, table: Any) -> None:
-    counts = table[comm.rank]
-    operations.all_to_all(data[: sum(counts)], counts=counts, comm=comm)
 
 
 def bare_all_to_all(comm: Any, data: np.ndarray, table: Any) -> None:
@@ -218,18 +214,14 @@ def planning(options: Options) -> list[Row]:
     """A cold plan for 8 ranks, as the first call of an operation makes it, and the choice among candidates."""
     from fompi.runtime.compiled import Compiled
 
-    seconds = []
-    for _ in range(options.rounds):
-        begun = perf_counter()
-        plan = fompi.plan(
-            fompi.matmul_reduce_scatter,
-            Spec((4096, 4096), "float32", Shard(1)),
-            Spec((4096, 1024), "float32", Shard(0)),
-            ranks=8,
-        )
+    specs = Spec((4096, 4096), "float32", Shard(1)), Spec((4096, 1024), "float32", Shard(0))
+
+    def cold() -> None:
+        plan = fompi.plan(fompi.matmul_reduce_scatter, *specs, ranks=8)
         fompi.verify(plan)
         Compiled(plan, 0)
-        seconds.append(perf_counter() - begun)
+
+    seconds = [seconds_of(cold) for _ in range(options.rounds)]
     figure = median_figure("cold", seconds, "ms", most=50)
     made = Row("a plan for 8 ranks, written, verified, compiled", "", {"cold": seconds}, figures=[figure])
     return [made, *choosing(options), *([] if options.quick else walking(options))]

@@ -154,7 +154,9 @@ def measured(
             alone = held.enter_context(comm.split(comm.rank, name="one rank"))
             yardsticks = {KERNEL: kernel_alone(alone, setting, machine, held), BARE: exchange}
             calls.clear()
-            calls.update((name, bound(comm, setting, x, w, machine, held, how)) for name, how in contestants.items())
+            for name, how in contestants.items():
+                made = plan(setting.operation, x, w, setting.size, **how)
+                calls[name] = held.enter_context(fompi.bind(made, comm=comm, x=x, w=w, backend=Emulated(machine)))
             return alternate(mpi, yardsticks | calls, rounds, idle=cluster.idle, before=renew, after=check)
 
     calls: dict[str, Callable[[], Any]] = {}
@@ -195,14 +197,6 @@ def evaluated(
         figures=figures,
         progress=f"{progress(comm)} (kernels are enqueued: the caller polls)",
         marks=["emulated accelerator"],
-    )
-
-
-def bound(
-    comm: Any, setting: Setting, x: Array, w: Array, machine: Machine, held: ExitStack, how: dict[str, Any]
-) -> Callable[[], Any]:
-    return held.enter_context(
-        fompi.bind(plan(setting.operation, x, w, setting.size, **how), comm=comm, x=x, w=w, backend=Emulated(machine))
     )
 
 

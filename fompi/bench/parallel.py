@@ -16,27 +16,23 @@ links that carry one message at a time. Both are shares of T_m. The bound of a r
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from fompi.bench.accelerator import INSTANT, PILOT_ROUNDS, Accelerator
+from fompi.bench.accelerator import INSTANT, PILOT_ROUNDS, Accelerator, emulated_row
 from fompi.bench.cluster import TcpHosts
-from fompi.bench.collectives import progress
 from fompi.bench.options import Options
 from fompi.bench.pipelines import pipelines
-from fompi.bench.strategies import CASES, StrategyCase
+from fompi.bench.strategies import CASES, FOMPI, KERNELS, MESSAGES, SERIAL, StrategyCase, with_bound
 from fompi.bench.two_axes import data_beside_tensor
 from fompi.bench.whole_step import whole_step
 from fompi.engine.communicator import Communicator
-from fompi.tuning.rounds import Figure, Row, alternate, median_interval
+from fompi.tuning.rounds import Row, alternate
 
 Array = np.ndarray[Any, Any]
-
-FOMPI, SERIAL, KERNELS, MESSAGES = "fompi", "serial", "kernels alone", "messages alone"
 
 
 def rows(comm: Communicator, options: Options) -> list[Row]:
@@ -92,17 +88,5 @@ def measured(
         MESSAGES: instant,
     }
     samples = alternate(mpi, contestants, rounds, idle=cluster.idle)
-    row = Row(_title(case, ratio), str(cluster), samples, base=FOMPI)
-    t_c, t_m = row.median(KERNELS), row.median(MESSAGES)
-    bound = case.bound(t_c, t_m) / t_m
-    exposed = [(t - c) / t_m for t, c in zip(samples[FOMPI], samples[KERNELS], strict=True)]
-    figures = [
-        Figure(
-            "exposed / messages", median(exposed), "", median_interval(exposed), most=bound + case.slack, limit=bound
-        ),
-        row.ratio(SERIAL, FOMPI, limit=(t_c + t_m) / (t_c + bound * t_m)),
-    ]
-    if cluster.shared:
-        figures = [replace(figure, most=None) for figure in figures]
-    limits = {"kernels and bound": t_c + bound * t_m}
-    return replace(row, limits=limits, figures=figures, progress=progress(comm), marks=["emulated accelerator"])
+    row = emulated_row(comm, cluster, _title(case, ratio), samples, base=FOMPI)
+    return with_bound(row, case.bound, None if cluster.shared else case.slack)

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.emulated import Emulated
-from fompi.bench.accelerator import INSTANT, PILOT_ROUNDS
+from fompi.bench.accelerator import INSTANT, PILOT_ROUNDS, emulated_row
 from fompi.bench.cluster import TcpHosts
-from fompi.bench.collectives import progress
 from fompi.engine.communicator import Communicator
 from fompi.model.pipeline import has_chunks, predicted
 from fompi.parallel.pipeline import SCHEDULES, Pipeline
@@ -89,12 +88,4 @@ def pipelines(comm: Communicator, cluster: TcpHosts, rounds: int) -> Row:
         figures.append(Figure(f"{name}: time / formula", median(samples[name]) / formula[name], most=most, limit=1.0))
         pipe.close()
     what = f"pipeline, {size} stages, {MICROBATCHES} micro-batches, a message {1e3 * c:.1f} ms"
-    return Row(
-        what,
-        str(cluster),
-        samples,
-        predicted=formula,
-        figures=figures,
-        progress=progress(comm),
-        marks=["emulated accelerator"],
-    )
+    return emulated_row(comm, cluster, what, samples, predicted=formula, figures=figures)

@@ -215,9 +215,6 @@ def _compared(measured: _Measured, at_kernels: Mapping[str, float]) -> list[Figu
 
 
 def _summary(measured: list[_Measured], cluster: TcpHosts) -> Row:
-    def errors(kind: int) -> list[float]:
-        return [abs(final.figures[kind].value - 1) for _, final in measured]
-
     def share(kind: int, least: float = 0.0) -> float:
         return sum(least <= final.figures[kind].value <= NEAR_BEST for _, final in measured) / len(measured)
 
@@ -225,7 +222,7 @@ def _summary(measured: list[_Measured], cluster: TcpHosts) -> Row:
     figures = []
     for kind, name in enumerate(("chosen plan", "chosen plan, at kernel speed", "unfused", "unfused, at kernel speed")):
         limits = (MOST_MEDIAN_ERROR, MOST_ERROR) if has_targets and kind == 0 else (None, None)
-        deviations = errors(kind)
+        deviations = [abs(final.figures[kind].value - 1) for _, final in measured]
         figures.append(Figure(f"median error of the prediction, {name}", median(deviations), most=limits[0]))
         figures.append(Figure(f"95th percentile of that error, {name}", percentile(deviations, 0.95), most=limits[1]))
     every = [

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -119,16 +120,13 @@ def _step(name: str, comm: Communicator, cluster: TcpHosts, options: Options) ->
 
     register()
     size = QUICK if options.quick else FULL
-    gloo = Gloo(comm.link.comm, cluster.rendezvous())
-    try:
+    with closing(Gloo(comm.link.comm, cluster.rendezvous())):
         group, ours = distributed.group.WORLD, distributed.new_group(backend="fompi")
         ways: dict[str, tuple[Any, dict[str, Any]]] = {
             "gloo": (group, {}), "gloo, fp16": (group, {"half": True}), "int8": (ours, {"wire": "int8"})
         }  # fmt: skip
         calls = {way: data_parallel(size, on, comm.rank, comm.size, **how)[0] for way, (on, how) in ways.items()}
         samples = alternate(comm.link.comm, calls, options.rounds, idle=cluster.idle)
-    finally:
-        gloo.close()
     row = Row(name, str(cluster), samples, base="int8", progress=f"{progress(comm)}; gloo: threads")
     least = {} if cluster.shared else {"gloo": LEAST_STEP, "gloo, fp16": LEAST_OVER_HOOK}
     figures = [row.ratio(slow, "int8", least=least.get(slow)) for slow in ("gloo", "gloo, fp16")]

@@ -22,12 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from fompi.base.errors import FompiError
 from fompi.bench.cluster import TcpHosts
 from fompi.bench.collectives import progress
 from fompi.bench.options import Options
 from fompi.bench.rivals import steps
-from fompi.bench.rivals.gloo import Gloo
+from fompi.bench.rivals.gloo import torch_hosts
 from fompi.engine.communicator import Communicator
 from fompi.parallel.data import SGD, DataParallel
 from fompi.tuning.rounds import Figure, Row, WrongResult, alternate, of_all_ranks
@@ -42,19 +41,9 @@ Step = Callable[[], Any]
 
 
 def rows(comm: Communicator, options: Options) -> list[Row]:
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        raise FompiError("bench step compares with PyTorch, which is not installed: pip install torch") from None
-    measured_rows = []
-    with TcpHosts(comm.link.comm) as cluster:
-        gloo = Gloo(comm.link.comm, cluster.rendezvous())
-        try:
-            for make in options.each(CASES[:1] if options.quick else CASES, lambda f: f.__name__):
-                measured_rows.append(make(comm, cluster, options.rounds))
-        finally:
-            gloo.close()
-    return measured_rows
+    with torch_hosts(comm, "step") as (cluster, _):
+        makers = options.each(CASES[:1] if options.quick else CASES, lambda f: f.__name__)
+        return [make(comm, cluster, options.rounds) for make in makers]
 
 
 # --------------------------------------------------------------------------------------------------------- the model
@@ -88,22 +77,6 @@ def flops(number: int, count: int) -> float:
     return 6.0 * number * count * 2 * WIDTH * HIDDEN
 
 
-def alone(model: Any, x: Any, learning_rate: float = 0.0) -> Step:
-    """A forward and a backward without messages, and a step of SGD if there is a learning rate."""
-    import torch
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
-
-    def step() -> Any:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        if learning_rate:
-            optimizer.step()
-        return model
-
-    return step
-
-
 def one_product() -> Step:
     import torch
 
@@ -120,10 +93,10 @@ def data_parallel(comm: Communicator, cluster: TcpHosts, rounds: int) -> Row:
     x, models = rows_of(comm.rank), [blocks(BLOCKS) for _ in range(4)]
     ours = DistributedDataParallel(models[0], comm)
     calls = {
-        "fompi": alone(ours, x),
+        "fompi": steps.alone(ours, x),
         "torch DDP": steps.data_parallel(models[1], x),
         "all-reduce after the backward": steps.averaged_after(models[2], x),
-        COMPUTE: alone(models[3], x),
+        COMPUTE: steps.alone(models[3], x),
     }
     for call in calls.values():
         call()
@@ -142,7 +115,7 @@ def sharded(comm: Communicator, cluster: TcpHosts, rounds: int) -> Row:
         calls: dict[str, Step] = {
             "fompi": partial(sharded_step, dp, x),
             "FSDP2": steps.fully_sharded(theirs, x, RATE),
-            COMPUTE: alone(blocks(BLOCKS), x, RATE),
+            COMPUTE: steps.alone(blocks(BLOCKS), x, RATE),
         }
         for call in calls.values():
             call()
@@ -241,6 +214,11 @@ def compare(comm: Communicator, name: str, ours: Sequence[Any], theirs: Sequence
     worst = float(of_all_ranks(comm.link.comm, np.array([error])).max())
     if not worst < limit:
         raise WrongResult(f"fompi and {name} differ by {worst:.2g} of the largest element")
+
+
+def repeated(call: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        call()
 
 
 def evaluated(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -29,9 +30,12 @@ from fompi.parallel.expert import experts_of, moe
 from fompi.parallel.sequence import Sharding, ring_attention, ulysses_attention, usp_attention
 from fompi.parallel.tensor import attention, column_parallel_linear, row_parallel_linear
 from fompi.parallel.turns import interleave
-from fompi.tuning.rounds import alternate
+from fompi.tuning.rounds import Figure, Row, alternate, median_interval
 
 Array = np.ndarray[Any, Any]
+
+FOMPI, SERIAL, KERNELS, MESSAGES = "fompi", "serial", "kernels alone", "messages alone"
+"""The contestants of a strategy."""
 
 
 @dataclass
@@ -52,6 +56,19 @@ class StrategyCase:
     close: Callable[[], object] = lambda: None
     slack: float = 0.03
     """What may be exposed beyond the bound, as a share of T_m."""
+
+
+def with_bound(row: Row, bound: Bound, slack: float | None = None) -> Row:
+    """The row of a strategy with its bound: what is exposed beyond it, at most `slack`, and the gain over `serial`."""
+    t_c, t_m = row.median(KERNELS), row.median(MESSAGES)
+    exposed = [(t - c) / t_m for t, c in zip(row.samples[FOMPI], row.samples[KERNELS], strict=True)]
+    seconds = bound(t_c, t_m)
+    limit, most = seconds / t_m, None if slack is None else seconds / t_m + slack
+    figures = [
+        Figure("exposed / messages", median(exposed), "", median_interval(exposed), most=most, limit=limit),
+        row.ratio(SERIAL, FOMPI, limit=(t_c + t_m) / (t_c + seconds)),
+    ]
+    return replace(row, limits={"kernels and bound": t_c + seconds}, figures=figures)
 
 
 # ------------------------------------------------------------------------------------------------------------ bounds
@@ -93,9 +110,9 @@ def zero_1_bound(t_c: float, t_m: float) -> float:
     return sums + gathers - t_c
 
 
-def block_bound(size: int) -> Bound:
+def block_bound(size: int, slices: int) -> Bound:
     """An operation with one product, in slices: one slice of one shard is behind nothing, or before nothing."""
-    return lambda t_c, t_m: max(0.0, t_m - (1 - 1 / size / MOST_SLICES) * t_c)
+    return lambda t_c, t_m: max(0.0, t_m - (1 - 1 / size / slices) * t_c)
 
 
 def ring_bound(size: int) -> Bound:
@@ -172,7 +189,8 @@ def tpsp_block(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
         h = spend(accelerator, product, all_gather(x, comm=comm), w1)
         reduce_scatter(spend(accelerator, product, h, w2), comm=comm)
 
-    return StrategyCase("TP+SP block", "T_m / T_c", (0.56, 1.0), call, block_bound(comm.size), serial=serial)
+    bound = block_bound(comm.size, MOST_SLICES)
+    return StrategyCase("TP+SP block", "T_m / T_c", (0.56, 1.0), call, bound, serial=serial)
 
 
 MOST_SLICES = 8
@@ -189,12 +207,10 @@ def query_split(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
     x = np.zeros((TOKENS // size, n), np.float32)
     wq, wk, wv = (np.zeros((n, own), np.float32) for _ in range(3))
     wo = np.zeros((own, n), np.float32)
-    options: dict[str, Any] = {"heads": HEADS, "kv_heads": HEADS}
     projections, scores, out = 6.0 * TOKENS * n * own, 4.0 * TOKENS**2 * own, 2.0 * TOKENS * n * own
     total = projections + scores + out
 
-    def call() -> None:
-        attention(x, wq, wk, wv, wo, comm=comm, **options)
+    call = partial(attention, x, wq, wk, wv, wo, comm=comm, heads=HEADS, kv_heads=HEADS)
 
     def serial() -> None:
         accelerator.spend(0)
@@ -221,9 +237,7 @@ def ring(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
     q, k, v = _qkv(comm, TOKENS)
     sharding, size = Sharding(TOKENS, ring=comm.size), comm.size
 
-    def call() -> None:
-        ring_attention(q, k, v, sharding, comm=comm)
-
+    call = partial(ring_attention, q, k, v, sharding, comm=comm)
     return StrategyCase(
         "ring attention", "k / a", (0.5, 1.0, 1.3), call, ring_bound(size), lambda r: r * (size - 1) / size
     )
@@ -239,13 +253,11 @@ def ring_backward(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
     sharding, size = Sharding(TOKENS, ring=comm.size), comm.size
     o, saved = ring_attention.forward(q, k, v, sharding, comm=comm)
 
-    def call() -> None:
-        ring_attention.backward(saved, o)
-
     def bound(t_c: float, t_m: float) -> float:
         hop, a = t_m / (2 * size - 1), t_c / size
         return received([0.0, hop, *[2 * hop] * (size - 2)], [a] * size) + hop - t_c
 
+    call = partial(ring_attention.backward, saved, o)
     return StrategyCase(
         "ring attention, backward", "k / a", (0.5, 1.0, 1.3), call, bound, lambda r: r * (2 * size - 1) / 2 / size
     )
@@ -279,10 +291,7 @@ def _computes_on(accelerator: Accelerator, mesh: Mesh) -> Mesh:
 def _ulysses(comm: Communicator, what: str) -> StrategyCase:
     q, k, v = _qkv(comm, TOKENS)
     sharding = Sharding(TOKENS, ulysses=comm.size)
-
-    def call() -> None:
-        ulysses_attention(q, k, v, sharding, comm=comm)
-
+    call = partial(ulysses_attention, q, k, v, sharding, comm=comm)
     return StrategyCase(what, "T_m / T_c", (0.5, 1.0), call, ulysses_bound(comm.size))
 
 
@@ -307,9 +316,7 @@ def ulysses_projections(comm: Communicator, accelerator: Accelerator) -> Strateg
         all_to_all(spend(accelerator, product, x, w), split_dim=1, concat_dim=0, comm=comm)
         spend(accelerator, product, all_to_all(own, split_dim=0, concat_dim=1, comm=comm), wo)
 
-    def bound(t_c: float, t_m: float) -> float:
-        return max(0.0, t_m - (1 - 1 / comm.size / DEALT["slices"]) * t_c)
-
+    bound = block_bound(comm.size, DEALT["slices"])
     return StrategyCase("Ulysses, projections", "T_m / T_c", (0.5, 1.0), call, bound, serial=serial)
 
 
@@ -323,13 +330,8 @@ def usp(comm: Communicator, accelerator: Accelerator) -> StrategyCase | None:
     mesh = _computes_on(accelerator, Mesh(comm, ring=comm.size // 2, ulysses=2))
     q, k, v = _qkv(comm, TOKENS)
     around, sharding = comm.size // 2, Sharding(TOKENS, ring=comm.size // 2, ulysses=2)
-
-    def call() -> None:
-        usp_attention(q, k, v, sharding, ring=mesh["ring"], ulysses=mesh["ulysses"])
-
-    def inner() -> None:
-        ulysses_attention(q, k, v, Sharding(TOKENS // around, ulysses=2), comm=mesh["ulysses"])
-
+    call = partial(usp_attention, q, k, v, sharding, ring=mesh["ring"], ulysses=mesh["ulysses"])
+    inner = partial(ulysses_attention, q, k, v, Sharding(TOKENS // around, ulysses=2), comm=mesh["ulysses"])
     accelerator.use(INSTANT.flops_rate)
     alone = alternate(comm.link.comm, {"ulysses": inner, "both": call}, PILOT_ROUNDS, idle=IDLE_SECONDS)
     share = min(1.0, median(alone["ulysses"]) / median(alone["both"]))
@@ -350,11 +352,7 @@ def experts(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
 
     Bound: the flow of these pieces through the port in, the experts and the port out.
     """
-    tensors = _experts(comm)
-
-    def call() -> None:
-        moe(*tensors, k=CHOSEN, comm=comm)
-
+    call = partial(moe, *_experts(comm), k=CHOSEN, comm=comm)
     return StrategyCase("mixture of experts", "(Md + Mc) / G", (0.4, 0.6, 0.8, 1.0), call, experts_bound(comm.size))
 
 

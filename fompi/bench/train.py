@@ -13,15 +13,14 @@ backend "fompi". Their gradients are compared before the timing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from fompi.base.errors import FompiError
 from fompi.bench.cluster import TcpHosts
 from fompi.bench.collectives import progress
 from fompi.bench.options import Options
-from fompi.bench.rivals.gloo import Gloo
+from fompi.bench.rivals.gloo import torch_hosts
 from fompi.bench.step import compare
 from fompi.engine.communicator import Communicator
 from fompi.tuning.rounds import Row, alternate
@@ -56,29 +55,16 @@ QUICK = Gpt(2, 32, 2, 64, 2, 8)
 
 
 def rows(comm: Communicator, options: Options) -> list[Row]:
-    try:
-        import torch.distributed as distributed
-    except ImportError:
-        raise FompiError("bench train compares with PyTorch, which is not installed: pip install torch") from None
-    from fompi.torch.autoload import register
-
-    register()
     ways: dict[str, Way] = {
         "DDP": data_parallel,
         "DDP, fp16": partial(data_parallel, half=True),
         "FSDP2": sharded,
         "1F1B": pipeline,
     }
-    with TcpHosts(comm.link.comm) as cluster:
-        gloo = Gloo(comm.link.comm, cluster.rendezvous())
-        try:
-            groups = {GLOO: distributed.group.WORLD, OURS: distributed.new_group(backend="fompi")}
-            size = QUICK if options.quick else FULL
-            return [
-                _row(comm, cluster, name, ways[name], groups, size, options.rounds) for name in options.each([*ways])
-            ]
-        finally:
-            gloo.close()
+    with torch_hosts(comm, "train") as (cluster, distributed):
+        groups = {GLOO: distributed.group.WORLD, OURS: distributed.new_group(backend="fompi")}
+        size = QUICK if options.quick else FULL
+        return [_row(comm, cluster, name, ways[name], groups, size, options.rounds) for name in options.each([*ways])]
 
 
 def _row(
@@ -94,16 +80,13 @@ def _row(
     for contestant, group in groups.items():
         calls[contestant], model = way(size, group, comm.rank, comm.size)
         calls[contestant]()
-        gradients[contestant] = [_local(p.grad) for p in model.parameters()]
+        held = [p.grad for p in model.parameters()]
+        gradients[contestant] = [g.to_local() if hasattr(g, "to_local") else g for g in held]
     compare(comm, name, gradients[OURS], gradients[GLOO], WITHIN_HALF if "fp16" in name else WITHIN)
     samples = alternate(comm.link.comm, calls, rounds, idle=cluster.idle)
     row = Row(name, str(cluster), samples, base=OURS, progress=f"{progress(comm)}; gloo: threads")
     least = None if cluster.shared else LEAST[name]
     return Row(**{**vars(row), "figures": [row.ratio(GLOO, OURS, least=least)]})
-
-
-def _local(gradient: Any) -> Any:
-    return gradient.to_local() if hasattr(gradient, "to_local") else gradient
 
 
 def gpt(size: Gpt) -> list[Any]:
@@ -189,7 +172,8 @@ def pipeline(size: Gpt, group: Any, rank: int, ranks: int) -> tuple[Callable[[],
     from torch import nn
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    stage = nn.Sequential(*_part(gpt(size), rank, ranks))
+    parts = gpt(size)
+    stage = nn.Sequential(*parts[len(parts) * rank // ranks : len(parts) * (rank + 1) // ranks])
     schedule = Schedule1F1B(
         PipelineStage(stage, rank, ranks, torch.device("cpu"), group=group), 2 * ranks, loss_fn=loss_of
     )
@@ -202,7 +186,3 @@ def pipeline(size: Gpt, group: Any, rank: int, ranks: int) -> tuple[Callable[[],
         schedule.step(*given, **targets)
 
     return step, stage
-
-
-def _part(parts: Sequence[Any], rank: int, ranks: int) -> Sequence[Any]:
-    return parts[len(parts) * rank // ranks : len(parts) * (rank + 1) // ranks]

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from fompi.bench.accelerator import PILOT_ROUNDS, Accelerator
+from fompi.bench.accelerator import PILOT_ROUNDS, Accelerator, emulated_row
 from fompi.bench.cluster import TcpHosts
-from fompi.bench.collectives import progress
 from fompi.bench.strategies import FEATURES, ROWS, WIDTH
 from fompi.engine.communicator import Communicator
 from fompi.engine.mesh import Mesh
@@ -91,13 +90,5 @@ def data_beside_tensor(comm: Communicator, cluster: TcpHosts, rounds: int) -> Ro
     ]
     if cluster.shared:
         figures = [replace(figure, most=None) for figure in figures]
-    return Row(
-        f"data beside tensor parallelism, {comm.size // 2} x 2, T_m / T_c = 1",
-        str(cluster),
-        samples,
-        base=ALONE,
-        limits={"kernels": t_m},
-        figures=figures,
-        progress=progress(comm),
-        marks=["emulated accelerator"],
-    )
+    what = f"data beside tensor parallelism, {comm.size // 2} x 2, T_m / T_c = 1"
+    return emulated_row(comm, cluster, what, samples, base=ALONE, limits={"kernels": t_m}, figures=figures)

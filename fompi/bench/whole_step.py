@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.emulated import Emulated
-from fompi.bench.accelerator import INSTANT, PILOT_ROUNDS
+from fompi.bench.accelerator import INSTANT, PILOT_ROUNDS, emulated_row
 from fompi.bench.cluster import TcpHosts
-from fompi.bench.collectives import progress
 from fompi.engine.communicator import Communicator
 from fompi.model.pipeline import predicted
 from fompi.model.simulate import simulate
@@ -78,16 +77,8 @@ def whole_step(comm: Communicator, cluster: TcpHosts, rounds: int) -> Row:
             Figure("time / simulated", taken / limits["simulated"], most=MOST_FROM_SIMULATION, limit=1.0),
         ]
     name = " x ".join(f"{axis} {n}" for axis, n in mesh.items() if n > 1)
-    return Row(
-        f"a step as one plan, {name}",
-        str(cluster),
-        samples,
-        base=ONE_PLAN,
-        limits=limits,
-        figures=figures,
-        progress=progress(comm),
-        marks=["emulated accelerator"],
-    )
+    what = f"a step as one plan, {name}"
+    return emulated_row(comm, cluster, what, samples, base=ONE_PLAN, limits=limits, figures=figures)
 
 
 def _zeros(args: Any, reads: Any, writes: Sequence[Array]) -> None:

@@ -52,7 +52,7 @@ from fompi.runtime import alignment
 from fompi.runtime.binding import bind
 from fompi.traces import clocks
 from fompi.tuning.links import ROUNDS, LinkMeter
-from fompi.tuning.rounds import alternate, meet, of_all_ranks
+from fompi.tuning.rounds import alternate, meet, of_all_ranks, seconds_of
 from fompi.tuning.verdict import OtherLoad
 
 T = TypeVar("T")
@@ -182,12 +182,7 @@ class _Steps:
         a, b, c = (np.ones((PRODUCT, PRODUCT), np.float32) for _ in range(3))
 
         def timed() -> float:
-            seconds = []
-            for _ in range(PRODUCTS):
-                begun = perf_counter()
-                np.matmul(a, b, out=c)
-                seconds.append(perf_counter() - begun)
-            return median(seconds)
+            return median(seconds_of(lambda: np.matmul(a, b, out=c)) for _ in range(PRODUCTS))
 
         timed()
         meet(self.mpi)
@@ -229,9 +224,7 @@ class _Steps:
                 end = perf_counter() + seconds
                 while perf_counter() < end:
                     np.matmul(a, b, out=c)
-                begun = perf_counter()
-                call.wait()
-                rests.append(perf_counter() - begun)
+                rests.append(seconds_of(call.wait))
         return median(of_all_ranks(self.mpi, np.array(rests)).max(axis=0).tolist())
 
 

@@ -37,6 +37,7 @@ from fompi.schedules.registry import IN_RING_ORDER
 from fompi.traces.drift import WARN_DRIFT, Drift, differ
 from fompi.traces.trace import Trace
 from fompi.tuning import autotune
+from fompi.tuning.rounds import seconds_of
 
 CHECK_CALLS = 8
 """The ranks compare the times of an operation that adapts every CHECK_CALLS calls."""
@@ -165,9 +166,7 @@ class _Binding:
         def time_call(candidate: Candidate) -> float:
             if candidate not in steps:
                 steps[candidate] = self.executor(candidate)
-            begun = perf_counter()
-            steps[candidate]()
-            return perf_counter() - begun
+            return seconds_of(steps[candidate])
 
         def list_candidates() -> list[Candidate]:
             return autotune.best_by_model(self.explanation)

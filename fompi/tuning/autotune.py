@@ -21,7 +21,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -47,6 +46,7 @@ from fompi.plans.plan import MOST_MESSAGES
 from fompi.plans.problems import Problem
 from fompi.plans.verify import flaw
 from fompi.schedules.registry import REGISTERED, fingerprint, is_available, messages_per_peer, shares_of, write
+from fompi.tuning.rounds import seconds_of
 
 ROUNDS = 5
 """How often each candidate is timed, after one call to warm up."""
@@ -84,18 +84,9 @@ def measured_schedule(
     trial = replace(arguments, out=None, key=None) if local.in_place else arguments  # x is needed again
 
     def time_call(candidate: Candidate) -> float:
-        begun = perf_counter()
-        operation.begin(
-            trial,
-            comm,
-            CallOptions(
-                candidate.schedule,
-                candidate.slices,
-                wire=local.problem.wire or None,
-                order=local.problem.order or "any",
-            ),
-        ).wait()
-        return perf_counter() - begun
+        wire, order = problem.wire or None, problem.order or "any"
+        options = CallOptions(candidate.schedule, candidate.slices, wire=wire, order=order)
+        return seconds_of(lambda: operation.begin(trial, comm, options).wait())
 
     def is_usable(candidate: Candidate) -> bool:
         fits = messages_per_peer(problem, candidate.schedule, candidate.slices) <= MOST_MESSAGES

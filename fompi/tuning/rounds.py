@@ -191,6 +191,13 @@ def geometric_mean(values: Iterable[float]) -> float:
 # --------------------------------------------------------------------------------------------------------- the loop
 
 
+def seconds_of(call: Callable[[], object]) -> float:
+    """The seconds of one call on this rank."""
+    begun = perf_counter()
+    call()
+    return perf_counter() - begun
+
+
 class Contestant(NamedTuple):
     """A call that is timed. `error(result)` is the relative error of its result on this rank."""
 
@@ -279,11 +286,7 @@ class NoiseMonitor:
         if self._is_spent:
             return 0.0
         a, b, c = self._products
-        seconds = []
-        for _ in range(PROBES):
-            begun = perf_counter()
-            np.matmul(a, b, out=c)
-            seconds.append(perf_counter() - begun)
+        seconds = [seconds_of(lambda: np.matmul(a, b, out=c)) for _ in range(PROBES)]
         self._watching += sum(seconds)
         self._probe_seconds.append(min(seconds))
         return min(seconds) / float(np.quantile(self._probe_seconds, 0.1))

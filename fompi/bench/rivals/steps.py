@@ -8,18 +8,27 @@ from typing import Any
 Step = Callable[[], Any]
 
 
+def alone(model: Any, x: Any, learning_rate: float = 0.0) -> Step:
+    """A forward and a backward, and a step of SGD if there is a learning rate. Only the model may send messages."""
+    import torch
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
+
+    def step() -> Any:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        if learning_rate:
+            optimizer.step()
+        return model
+
+    return step
+
+
 def data_parallel(model: Any, x: Any, **options: Any) -> Step:
     """Forward and backward. Gradients are averaged in buckets while the backward goes on."""
     from torch.nn.parallel import DistributedDataParallel
 
-    ddp = DistributedDataParallel(model, **options)
-
-    def step() -> Any:
-        ddp.zero_grad()
-        ddp(x).square().mean().backward()
-        return model
-
-    return step
+    return alone(DistributedDataParallel(model, **options), x)
 
 
 def averaged_after(model: Any, x: Any) -> Step:
@@ -53,15 +62,7 @@ def fully_sharded(model: Any, x: Any, learning_rate: float) -> Step:
     for block in model:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
-
-    def step() -> Any:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-        return model
-
-    return step
+    return alone(model, x, learning_rate)
 
 
 def pipelined(stages: list[Any], x: Any, microbatches: int) -> Step:
