@@ -155,12 +155,8 @@ def why_outside(
     if len(args) > len(POSITIONAL[name]):
         return "wrong"
     given.update(zip(POSITIONAL[name], args, strict=False))
-    for key in POSITIONAL[name]:
-        if key not in given:
-            return "wrong"
-    for key in given:
-        if key not in KEYWORDS[name]:
-            return "wrong"
+    if any([key not in given for key in POSITIONAL[name]]) or any([key not in KEYWORDS[name] for key in given]):
+        return "wrong"
     if given.pop("out", None) is not None:
         return "out"
     if given.pop("certify", False):

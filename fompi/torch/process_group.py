@@ -463,11 +463,7 @@ class Collectives:
             return done
         given = out.data.view(-1) if place else None
         pending = self._start(operations.scatter, x, root=root, counts=counts, out=given, arriving=arriving)
-
-        def finish(y: Tensor) -> None:
-            if not place:
-                copy_parts([out], y)
-
+        finish = None if place else partial(copy_parts, [out])
         return self._work("scatter", opts, [pending], finish, outs, timeout=timeout)
 
     @refusing(operations.all_to_all)
@@ -500,11 +496,7 @@ class Collectives:
         place = is_place_for(out, x)
         given = out.data.view(-1, *x_rows.shape[1:]) if place else None
         pending = self._start(operations.all_to_all, x_rows, counts=counts, out=given, arriving=expected)
-
-        def finish(y: Tensor) -> None:
-            if not place:
-                out.data.copy_(y.view(out.shape))
-
+        finish = None if place else (lambda y: out.data.copy_(y.view(out.shape)))
         return self._work("all_to_all", opts, [pending], finish, out, timeout=timeout)
 
     # -- messages of two ranks
