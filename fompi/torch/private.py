@@ -56,17 +56,12 @@ ALIASES = {
 """Methods of a ProcessGroup: the name in torch 2.13, and that in 2.6 to 2.12."""
 
 OPERATORS = {
-    **{"allreduce": "allreduce_", "allreduce_coalesced": "allreduce_coalesced_", "reduce": "reduce_"},
-    **{"reduce_scatter": "reduce_scatter_", "reduce_scatter_single": "_reduce_scatter_base_"},
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced_",
-    **{
-        "allgather": "allgather_",
-        "all_gather_single": "_allgather_base_",
-        "allgather_coalesced": "allgather_coalesced_",
-    },
-    "all_gather_single_coalesced": "allgather_into_tensor_coalesced_",
-    **{"broadcast": "broadcast_", "gather": "gather_", "scatter": "scatter_"},
-    **{"alltoall": "alltoall_", "all_to_all_single": "alltoall_base_"},
+    name: f"{ALIASES.get(name, name)}_"
+    for name in (
+        *("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "allgather", "allgather_coalesced"),
+        *("broadcast", "gather", "scatter", "alltoall"),
+        *ALIASES,
+    )
 }
 """Methods of a ProcessGroup, and the operators of `torch.ops.c10d` by which C++ calls them of a backend in C++."""
 

@@ -322,10 +322,8 @@ class Collectives:
     def reduce(self, tensors: Any, opts: Any, op: Any = _R.SUM, timeout: Any = None) -> Work:
         tensors, root, op = _listed(tensors), _root_of(opts), getattr(opts, "reduceOp", op)
         if len(tensors) == 1:
-            (t,) = tensors
-            if done := self._at_once(
-                ("reduce", hash(op), root), t, t if self.comm.rank == root else None, opts, tensors
-            ):
+            verb, (t,) = ("reduce", hash(op), root), tensors
+            if done := self._at_once(verb, t, t if self.comm.rank == root else None, opts, tensors):
                 return done
         calls = [self._reduce(operations.reduce, t, op, root=root) for t in tensors]
         return self._work("reduce", opts, *_merged(calls), tensors, timeout=timeout)
