@@ -246,20 +246,13 @@ def _batch(tensors: Sequence[Any], dims: Sequence[Any], *, site: Site) -> tuple[
     a, name = site.arguments, site.operation.name
     alone = dims[0] is not None and all(d is None for d in dims[1:])
     has_rows = name != "sendrecv" and not is_flat(name)
-    if not alone or (name == "reduce" and not site.given[0].shape):
+    at = count = len(site.given[0].shape)
+    if not alone or (name == "reduce" and not count) or (has_rows and a.operands):
         return _one_by_one(tensors, dims, site)
-    if not has_rows:
-        at = len(site.given[0].shape)
-        x = jnp.moveaxis(tensors[0], dims[0], at)
-        arguments = a.with_tensors([x, *tensors[1:]])
-    elif a.operands:
-        return _one_by_one(tensors, dims, site)
-    else:
-        count = len(site.given[0].shape)
-        dim, split_dim = a.dim % count, None if a.split_dim is None else a.split_dim % count
-        at = dim + 1 if a.weights else count
-        x = jnp.moveaxis(tensors[0], dims[0], at)
-        arguments = replace(a.with_tensors([x, *tensors[1:]]), dim=dim, split_dim=split_dim)
+    if has_rows:
+        a = replace(a, dim=a.dim % count, split_dim=None if a.split_dim is None else a.split_dim % count)
+        at = a.dim + 1 if a.weights else count
+    arguments = a.with_tensors([jnp.moveaxis(tensors[0], dims[0], at), *tensors[1:]])
     batched = site_of(site.operation, arguments, site.comm, site.call_options, site.gradient)
     batched.apply = site.apply
     results = CALL.bind(*arguments.tensors, site=batched)

@@ -176,11 +176,8 @@ class BoundSite(Site):
         shapes |= problem.whole_shapes
         if problem.columns and not problem.weights:
             shapes["x"] = dlpack.rows_first(np.empty(local.shape, bool), dim, local.split).shape
-        memory = {
-            name: arena.take(shapes[name], dlpack.STORAGE[dtype])
-            for name, (_, dtype) in zip(names, self.given, strict=True)
-        }
         tensors = dict(zip(names, (form.dtype for form in self.given), strict=True))
+        memory = {name: arena.take(shapes[name], dlpack.STORAGE[dtype]) for name, dtype in tensors.items()}
         self._inputs: list[Any] = [memory[name] for name in names]
         if problem.flat:
             self._inputs = [memory["x"].reshape(local.shape)]

@@ -51,10 +51,8 @@ class AttentionOnHost:
         if self.widens:
             q, k, v = q.float(), k.float(), v.float()
         q, k, v = _heads_first(q, *_expanded(q, k, v))
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        o, lse = flash(q, k, v, 0.0, _is_causal(mask), attn_mask=_bias(mask, q))
-        o, lse = o[0].transpose(0, 1), lse[0].transpose(0, 1)
-        return _blinded(o, lse, mask)
+        o, lse = self.attended(q, k, v, _bias(mask, q), _is_causal(mask))
+        return _blinded(o[0].transpose(0, 1), lse[0, :, : q.shape[2]].transpose(0, 1), mask)
 
     def backward(
         self,
@@ -70,12 +68,20 @@ class AttentionOnHost:
             q, k, v, o, do = (t.float() for t in (q, k, v, o, do))
         given = _heads_first(do, q, *_expanded(q, k, v), o)
         lse = lse.nan_to_num(neginf=0.0).transpose(0, 1)[None].contiguous()  # such queries see nothing here either
-        bias = _bias(mask, q)
-        made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *given, lse, 0.0, _is_causal(mask), attn_mask=bias
-        )
-        dq, dk, dv = _tokens_first(*made)
+        dq, dk, dv = _tokens_first(*self.gradients(given, lse, _bias(mask, q), _is_causal(mask)))
         return dq, _folded(dk, k), _folded(dv, v)
+
+    def attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, is_causal: bool) -> Tensors:
+        """(o, lse), heads first."""
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        made: Tensors = flash(q, k, v, 0.0, is_causal, attn_mask=bias)
+        return made
+
+    def gradients(self, given: list[torch.Tensor], lse: torch.Tensor, bias: Any, is_causal: bool) -> Tensors:
+        """(dq, dk, dv), heads first. given: (do, q, k, v, o)"""
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        made: Tensors = flash(*given, lse, 0.0, is_causal, attn_mask=bias)
+        return made
 
 
 class AttentionInFloat32(AttentionOnHost):
@@ -84,35 +90,20 @@ class AttentionInFloat32(AttentionOnHost):
     widens = True
 
 
-class AttentionOnGpus:
+class AttentionOnGpus(AttentionOnHost):
     """The memory-efficient kernel of torch for GPUs. It takes float32 and half types."""
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any) -> Tensors:
-        q, k, v = _heads_first(q, *_expanded(q, k, v))
-        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-        o, lse, *_ = efficient(q, k, v, _bias(mask, q), True, 0.0, _is_causal(mask))
-        o, lse = o[0].transpose(0, 1), lse[0, :, : q.shape[2]].transpose(0, 1)
-        return _blinded(o, lse, mask)
+    def attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, is_causal: bool) -> Tensors:
+        made: Tensors = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, is_causal)
+        return made[:2]
 
-    def backward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        o: torch.Tensor,
-        lse: torch.Tensor,
-        do: torch.Tensor,
-        mask: Any,
-    ) -> Tensors:
-        given = _heads_first(do, q, *_expanded(q, k, v))
-        runs = -(-q.shape[0] // LSE_RUN) * LSE_RUN
-        padded = torch.nn.functional.pad(lse.nan_to_num(neginf=0.0).transpose(0, 1), (0, runs - q.shape[0]))[None]
-        bias, none = _bias(mask, q), torch.zeros((), dtype=torch.int64, device=q.device)
-        made = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            *given, bias, *_heads_first(o), padded, none, none, 0.0, [True, True, True, False], _is_causal(mask)
+    def gradients(self, given: list[torch.Tensor], lse: torch.Tensor, bias: Any, is_causal: bool) -> Tensors:
+        padded = torch.nn.functional.pad(lse, (0, -lse.shape[2] % LSE_RUN))
+        (*first, o), none = given, torch.zeros((), dtype=torch.int64, device=lse.device)
+        made: Tensors = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            *first, bias, o, padded, none, none, 0.0, [True, True, True, False], is_causal
         )
-        dq, dk, dv = _tokens_first(*made[:3])
-        return dq, _folded(dk, k), _folded(dv, v)
+        return made[:3]
 
 
 ON_HOST, IN_FLOAT32, ON_GPUS = AttentionOnHost(), AttentionInFloat32(), AttentionOnGpus()

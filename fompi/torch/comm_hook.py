@@ -20,7 +20,7 @@ from fompi.torch.groups import communicator
 from fompi.torch.work import Work
 
 
-class Loss:
+class LostPart:
     """What messages of this rank have lost of a parameter: a part of what is lost of a bucket."""
 
     feedback, part = Feedback("", 0, 0, np.zeros(0, np.float32)), slice(0)  # nothing
@@ -38,9 +38,9 @@ def give_back(
     x, parameters = dlpack.borrow(bucket.buffer()), bucket.parameters()
     for parameter in parameters:
         if parameter not in known:
-            known[parameter] = loss = Loss()
+            known[parameter] = loss = LostPart()
             parameter.register_post_accumulate_grad_hook(loss.found)
-    losses: list[Loss] = [known[parameter] for parameter in parameters]
+    losses: list[LostPart] = [known[parameter] for parameter in parameters]
     parts = [slice(a, b) for a, b in pairwise(accumulate((p.numel() for p in parameters), initial=0))]
     feedback = losses[0].feedback
     same = [loss.feedback is feedback and loss.part == part for loss, part in zip(losses, parts, strict=True)]
@@ -72,7 +72,7 @@ def wire(name: str, *, feedback: bool = True) -> Callable[[Any, torch.distribute
     and on a device, are refused in the backward, on all ranks.
     """
     wire_of(name, "float32")
-    known = WeakTensorKeyDictionary()  # parameter -> its Loss
+    known = WeakTensorKeyDictionary()  # parameter -> its LostPart
 
     def hook(state: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future:
         comm, x = communicator(torch.distributed.group.WORLD if state is None else state), bucket.buffer()

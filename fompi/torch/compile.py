@@ -6,7 +6,6 @@ Programs do not call this file. An operation calls `traced` where the compiler r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from inspect import Parameter
 from typing import Any
 
 import torch
@@ -32,6 +31,8 @@ from fompi.torch.operators import (
     filled,
     name_of,
     name_order,
+    positional,
+    required,
     wanted,
 )
 from fompi.torch.strategy_operators import GROUPED, of_call
@@ -55,10 +56,8 @@ EXCHANGES = [
     name for name, operator in OPERATORS.items() if operator.moves == "all_to_all" and "root" not in operator.own
 ]
 KEYWORDS = {name: [*operator.operation.__signature__.parameters] for name, operator in OPERATORS.items()}
-POSITIONAL = {
-    name: [p.name for p in operator.operation.__signature__.parameters.values() if p.kind != Parameter.KEYWORD_ONLY]
-    for name, operator in OPERATORS.items()
-}
+POSITIONAL = {name: positional(operator.operation) for name, operator in OPERATORS.items()}
+REQUIRED = {name: required(operator.operation) for name, operator in OPERATORS.items()}
 
 
 def _eager(
@@ -155,12 +154,8 @@ def why_outside(
     if len(args) > len(POSITIONAL[name]):
         return "wrong"
     given.update(zip(POSITIONAL[name], args, strict=False))
-    for key in POSITIONAL[name]:
-        if key not in given:
-            return "wrong"
-    for key in given:
-        if key not in KEYWORDS[name]:
-            return "wrong"
+    if any([key not in given for key in REQUIRED[name]]) or any([key not in KEYWORDS[name] for key in given]):
+        return "wrong"
     if given.pop("out", None) is not None:
         return "out"
     if given.pop("certify", False):

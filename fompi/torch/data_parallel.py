@@ -241,11 +241,9 @@ class DistributedDataParallel(Wrapper):
         super().__init__()
         self.module, self.broadcast_buffers = module, broadcast_buffers
         group = Communicator.of(comm)
-        refusal: Exception | None = None
+        refusal = _refusal(module, wire, feedback, order)
         if integer(bucket_nbytes) is None or bucket_nbytes < 1:
             refusal = LayoutError(f"bucket_nbytes={bucket_nbytes!r} must be an integer of at least 1")
-        else:
-            refusal = _refusal(module, wire, feedback, order)
         words = f"DistributedDataParallel({bucket_nbytes=}, {broadcast_buffers=}"
         words += "" if wire is None else f", {wire=}, feedback={bool(feedback)}"
         words += "" if order == "any" else f", {order=!s}"

@@ -109,16 +109,8 @@ class ColumnParallelLinear(Sharded):
         _draw_linear(self, full, PartLayout((out_features,), 0, runs), bias, factory)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = tensor.column_parallel_linear(
-            x,
-            self.weight.T,
-            self.bias,
-            activation=self.activation,
-            comm=self.comm,
-            sequence_parallel=self.sequence_parallel,
-            wire=self.wire,
-            order=self.order,
-        )
+        how = options_of(self, "activation", "comm", "sequence_parallel", "wire", "order")
+        y: torch.Tensor = tensor.column_parallel_linear(x, self.weight.T, self.bias, **how)
         return y
 
     def extra_repr(self) -> str:
@@ -177,9 +169,8 @@ class RowParallelLinear(Sharded):
     def forward(self, x: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         if not self.reduce:
             return F.linear(x, self.weight)
-        how: dict[str, Any] = {"sequence_parallel": self.sequence_parallel, "counts": counts, "wire": self.wire}
-        how["order"] = self.order
-        y: torch.Tensor = tensor.row_parallel_linear(x, self.weight.T, self.bias, comm=self.comm, **how)
+        how = options_of(self, "comm", "sequence_parallel", "wire", "order")
+        y: torch.Tensor = tensor.row_parallel_linear(x, self.weight.T, self.bias, counts=counts, **how)
         return y
 
     def extra_repr(self) -> str:
@@ -188,6 +179,11 @@ class RowParallelLinear(Sharded):
             f"bias={self.bias is not None}, sequence_parallel={self.sequence_parallel}"
             f"{in_words(self.wire, str(self.order))}"
         )
+
+
+def options_of(module: torch.nn.Module, *names: str) -> dict[str, Any]:
+    """What a module keeps under these names: options of its strategy."""
+    return {name: getattr(module, name) for name in names}
 
 
 def order_option(order: Any) -> dict[str, Any]:
@@ -371,8 +367,8 @@ class AllReduceRMSNorm(_Norm):
         self.sharded, self.wire = bool(sharded), wire
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        how: dict[str, Any] = {"eps": self.eps, "sharded": self.sharded, "wire": self.wire, "order": self.order}
-        y, r = tensor.all_reduce_rmsnorm(x, residual, self.weight, comm=self.comm, **how)
+        how = options_of(self, "eps", "sharded", "wire", "order", "comm")
+        y, r = tensor.all_reduce_rmsnorm(x, residual, self.weight, **how)
         return y, r
 
 
@@ -437,18 +433,8 @@ class ParallelAttention(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, cu_seqlens: Any = None) -> torch.Tensor:
         weights = (getattr(self, f"{name}_proj").weight.T for name in "qkvo")
-        y: torch.Tensor = tensor.attention(
-            x,
-            *weights,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            comm=self.comm,
-            causal=self.causal,
-            scale=self.scale,
-            cu_seqlens=cu_seqlens,
-            query_split=self.query_split,
-            wire=self.wire,
-        )
+        how = options_of(self, "heads", "kv_heads", "comm", "causal", "scale", "query_split", "wire")
+        y: torch.Tensor = tensor.attention(x, *weights, cu_seqlens=cu_seqlens, **how)
         return y
 
     def extra_repr(self) -> str:
@@ -496,9 +482,8 @@ class VocabParallelEmbedding(Sharded):
         self.draw("weight", PartLayout((num_embeddings, embedding_dim), 0, runs), init.normal_, factory)
 
     def forward(self, tokens: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
-        how: dict[str, Any] = {"sequence_parallel": self.sequence_parallel, "counts": counts, "wire": self.wire}
-        how["order"] = self.order
-        y: torch.Tensor = tensor.vocab_parallel_embedding(tokens, self.weight, comm=self.comm, **how)
+        how = options_of(self, "comm", "sequence_parallel", "wire", "order")
+        y: torch.Tensor = tensor.vocab_parallel_embedding(tokens, self.weight, counts=counts, **how)
         return y
 
     def extra_repr(self) -> str:
@@ -578,12 +563,10 @@ class MoE(torch.nn.Module):
             w1=PartLayout((experts, wide * ffn, features), 0, runs),
             w2=PartLayout((experts, features, ffn), 0, runs),
         )
-        both = (
-            {}
-            if shared is None
-            else {"w1": PartLayout((wide * shared, features)), "w2": PartLayout((features, shared))}
-        )
-        self.shared = ShardedWeight(group, factory, **both) if both else None
+        self.shared: ShardedWeight | None = None
+        if shared is not None:
+            both = {"w1": PartLayout((wide * shared, features)), "w2": PartLayout((features, shared))}
+            self.shared = ShardedWeight(group, factory, **both)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         w1, w2 = (w.transpose(1, 2) for w in (self.experts.w1, self.experts.w2))

@@ -24,6 +24,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter
 from itertools import count
 from operator import index
 from typing import Any, NamedTuple
@@ -119,6 +120,16 @@ NEEDED = ("dim", "root", "tag")
 """The parameters that are integers, and those of them that cannot be None."""
 
 
+def positional(f: Any) -> list[str]:
+    """The parameters of an operation or a strategy that need no keyword."""
+    return [p.name for p in f.__signature__.parameters.values() if p.kind != Parameter.KEYWORD_ONLY]
+
+
+def required(f: Any) -> list[str]:
+    """Those that every call must give."""
+    return [p.name for p in f.__signature__.parameters.values() if p.default is Parameter.empty]
+
+
 def wanted(given: Mapping[str, Any], gradient: str) -> str:
     """In words, whose gradients a call with these tensors wants, and by which convention. torch.compile reads this."""
     names: list[str] = []
@@ -141,6 +152,13 @@ def name_order(given: dict[str, Any]) -> None:
 def joined(*words: str) -> str:
     """The words that are not empty."""
     return " ".join(filter(None, words))
+
+
+def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """`torch.ops.fompi.<name>`, whose results have the shapes of those of `fake`."""
+    made = torch.library.custom_op(f"fompi::{name}", run, mutates_args=(), schema=schema)
+    made.register_fake(fake)
+    return made
 
 
 class OperatorCall(NamedTuple):
@@ -171,8 +189,7 @@ class Operator:
         self.multiplies_first = self.planned and MEANING[self.name].family == "scatter"
         texts = [PARAMETERS[name][0] for name in self.own] + [COMMON, PLANNED if self.planned else WIRE]
         schema = f"({', '.join(texts)}) -> {self._results()}"
-        made = torch.library.custom_op(f"fompi::{self.name}", self._run, mutates_args=(), schema=schema)
-        made.register_fake(self._fake)
+        made = define(self.name, schema, self._run, self._fake)
         made.register_autograd(_backward, setup_context=self._keep)
         private.keep_in_order(made)
         self.call: Callable[..., Any] = getattr(torch.ops.fompi, self.name).default
@@ -578,13 +595,8 @@ def _product_backward(ctx: Any, dy: torch.Tensor) -> Any:
     return dx, dw, dy.sum(tuple(range(dy.dim() - 1))) if ctx.is_biased else None, None, None
 
 
-_made = torch.library.custom_op(
-    "fompi::replicated_matmul",
-    _product,
-    mutates_args=(),
-    schema='(Tensor x, Tensor w, Tensor? bias=None, str comm="", str words="") -> Tensor',
-)
-_made.register_fake(_product)
+_SCHEMA = '(Tensor x, Tensor w, Tensor? bias=None, str comm="", str words="") -> Tensor'
+_made = define("replicated_matmul", _SCHEMA, _product, _product)
 _made.register_autograd(_product_backward, setup_context=_keep_product)
 
 PUBLIC: dict[str, Callable[..., Any]] = {

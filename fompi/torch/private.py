@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
 from importlib.util import find_spec
 from inspect import signature
+from pkgutil import resolve_name
 from typing import Any, TypeVar, cast
 
 import torch
@@ -28,38 +29,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 CHECKED = ("2.6", "2.8", "2.10", "2.12", "2.13", "2.14", "2.15")
 """The versions of torch with which the process group has been tested (`make test-torch`)."""
 
-NAMES: tuple[tuple[str, Any, str], ...] = (
-    ("torch._C._distributed_c10d.Work", c10d, "Work"),
-    ("torch._C._distributed_c10d.Store", c10d, "Store"),
-    ("torch.distributed.DistBackendError", dist, "DistBackendError"),
-    (
-        "torch.distributed.rendezvous._rendezvous_handlers",
-        sys.modules["torch.distributed.rendezvous"],
-        "_rendezvous_handlers",
-    ),
-    (
-        "torch.distributed.distributed_c10d._resolve_process_group",
-        sys.modules["torch.distributed.distributed_c10d"],
-        "_resolve_process_group",
-    ),
-    (
-        "torch.distributed.distributed_c10d._new_process_group_helper",
-        sys.modules["torch.distributed.distributed_c10d"],
-        "_new_process_group_helper",
-    ),
-    (
-        "torch.utils._python_dispatch._pop_mode_temporarily",
-        sys.modules["torch.utils._python_dispatch"],
-        "_pop_mode_temporarily",
-    ),
-    ("torch._C._len_torch_dispatch_stack", torch._C, "_len_torch_dispatch_stack"),
-    (
-        "torch.nn.parallel.distributed._verify_param_shape_across_processes",
-        sys.modules["torch.nn.parallel.distributed"],
-        "_verify_param_shape_across_processes",
-    ),
-)
-"""In words, and where: what must exist."""
+NAMES = {
+    "torch._C": "_len_torch_dispatch_stack",
+    "torch._C._distributed_c10d": "Work Store",
+    "torch.autograd.Variable._execution_engine": "queue_callback",
+    "torch.distributed": "DistBackendError",
+    "torch.distributed.distributed_c10d": "_resolve_process_group _new_process_group_helper",
+    "torch.distributed.fsdp.FSDPModule": "_get_fsdp_state",
+    "torch.distributed.fsdp._fully_shard._fsdp_common": "DDPMeshInfo",
+    "torch.distributed.rendezvous": "_rendezvous_handlers",
+    "torch.nn.parallel.distributed": "_verify_param_shape_across_processes",
+    "torch.utils._python_dispatch": "_pop_mode_temporarily",
+}
+"""What must exist, by the module or class that has it. STYLES has more."""
 
 WORK: Any = c10d.Work
 """What a backend returns for a call in flight. `torch.distributed.Work` is the same class."""
@@ -74,17 +56,12 @@ ALIASES = {
 """Methods of a ProcessGroup: the name in torch 2.13, and that in 2.6 to 2.12."""
 
 OPERATORS = {
-    **{"allreduce": "allreduce_", "allreduce_coalesced": "allreduce_coalesced_", "reduce": "reduce_"},
-    **{"reduce_scatter": "reduce_scatter_", "reduce_scatter_single": "_reduce_scatter_base_"},
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced_",
-    **{
-        "allgather": "allgather_",
-        "all_gather_single": "_allgather_base_",
-        "allgather_coalesced": "allgather_coalesced_",
-    },
-    "all_gather_single_coalesced": "allgather_into_tensor_coalesced_",
-    **{"broadcast": "broadcast_", "gather": "gather_", "scatter": "scatter_"},
-    **{"alltoall": "alltoall_", "all_to_all_single": "alltoall_base_"},
+    name: f"{ALIASES.get(name, name)}_"
+    for name in (
+        *("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "allgather", "allgather_coalesced"),
+        *("broadcast", "gather", "scatter", "alltoall"),
+        *ALIASES,
+    )
 }
 """Methods of a ProcessGroup, and the operators of `torch.ops.c10d` by which C++ calls them of a backend in C++."""
 
@@ -207,25 +184,10 @@ def keep_in_order(operator: Any) -> None:
 
 def missing() -> list[str]:
     """The names that this version of torch does not have. "env://" must also have a handler."""
-    names = [*NAMES, *_later()]
-    lost = [f"{words} is gone" for words, place, name in names if not hasattr(place, name)]
+    names = {place: text.split() for place, text in NAMES.items()}
+    names |= {f"torch.distributed.tensor.parallel.{kind}": [*methods] for kind, methods in STYLES.items()}
+    lost = [f"{place}.{n} is gone" for place, own in names.items() for n in own if not hasattr(resolve_name(place), n)]
     return lost or ([] if "env" in _handlers() else ["_rendezvous_handlers has no handler of env:// any more"])
-
-
-def _later() -> list[tuple[str, Any, str]]:
-    """More of NAMES, for `parallel` and `fully_sharded`: they are in modules that torch does not load by itself."""
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.fsdp._fully_shard import _fsdp_common
-    from torch.distributed.tensor.parallel import style
-
-    names = [
-        ("torch.autograd.Variable._execution_engine", torch.autograd.Variable._execution_engine, "queue_callback"),
-        ("torch.distributed.fsdp.FSDPModule", FSDPModule, "_get_fsdp_state"),
-        ("torch.distributed.fsdp._fully_shard._fsdp_common", _fsdp_common, "DDPMeshInfo"),
-    ]
-    for kind, methods in STYLES.items():
-        names += [(f"torch.distributed.tensor.parallel.{kind}", getattr(style, kind), method) for method in methods]
-    return [(f"{words}.{name}", place, name) for words, place, name in names]
 
 
 def _handlers() -> dict[str, Callable[..., Any]]:

@@ -322,10 +322,8 @@ class Collectives:
     def reduce(self, tensors: Any, opts: Any, op: Any = _R.SUM, timeout: Any = None) -> Work:
         tensors, root, op = _listed(tensors), _root_of(opts), getattr(opts, "reduceOp", op)
         if len(tensors) == 1:
-            (t,) = tensors
-            if done := self._at_once(
-                ("reduce", hash(op), root), t, t if self.comm.rank == root else None, opts, tensors
-            ):
+            verb, (t,) = ("reduce", hash(op), root), tensors
+            if done := self._at_once(verb, t, t if self.comm.rank == root else None, opts, tensors):
                 return done
         calls = [self._reduce(operations.reduce, t, op, root=root) for t in tensors]
         return self._work("reduce", opts, *_merged(calls), tensors, timeout=timeout)
@@ -463,11 +461,7 @@ class Collectives:
             return done
         given = out.data.view(-1) if place else None
         pending = self._start(operations.scatter, x, root=root, counts=counts, out=given, arriving=arriving)
-
-        def finish(y: Tensor) -> None:
-            if not place:
-                copy_parts([out], y)
-
+        finish = None if place else partial(copy_parts, [out])
         return self._work("scatter", opts, [pending], finish, outs, timeout=timeout)
 
     @refusing(operations.all_to_all)
@@ -500,11 +494,7 @@ class Collectives:
         place = is_place_for(out, x)
         given = out.data.view(-1, *x_rows.shape[1:]) if place else None
         pending = self._start(operations.all_to_all, x_rows, counts=counts, out=given, arriving=expected)
-
-        def finish(y: Tensor) -> None:
-            if not place:
-                out.data.copy_(y.view(out.shape))
-
+        finish = None if place else (lambda y: out.data.copy_(y.view(out.shape)))
         return self._work("all_to_all", opts, [pending], finish, out, timeout=timeout)
 
     # -- messages of two ranks

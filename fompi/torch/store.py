@@ -134,19 +134,11 @@ def of_torchrun(seconds: float) -> Any:
 
     The agent of torchrun serves it, or rank 0, as in torch's own `env://`.
     """
-    where = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    host, port, limit = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""), timedelta(seconds=seconds)
     is_server = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        store = dist.TCPStore(
-            where[0],
-            int(where[1]),
-            None,
-            is_server,
-            timedelta(seconds=seconds),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        store = dist.TCPStore(host, int(port), None, is_server, limit, wait_for_workers=False, multi_tenant=True)
     except (ValueError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
-        raise LaunchError(f"the store of torchrun at {':'.join(where)} cannot be reached: {reason}") from error
+        raise LaunchError(f"the store of torchrun at {host}:{port} cannot be reached: {reason}") from error
     return dist.PrefixStore("fompi", store)

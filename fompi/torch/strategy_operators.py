@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from inspect import Parameter
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ from fompi.parallel.differentiable import Differentiable
 from fompi.parallel.section import Section
 from fompi.plans.meaning import MEANING
 from fompi.torch import private
-from fompi.torch.operators import name_of, name_order, named
+from fompi.torch.operators import define, name_of, name_order, named, positional, required
 
 MOST_KEPT = 256
 """So many forwards of one call may wait for their backward. Of more than that the oldest are forgotten."""
@@ -68,14 +67,8 @@ INTEGERS = ("tokens", "targets")
 COMMS = ("comm", "ring", "ulysses")
 
 PARAMETERS = {name: [*f.__signature__.parameters] for name, f in STRATEGIES.items()}
-POSITIONAL = {
-    name: [p.name for p in f.__signature__.parameters.values() if p.kind != Parameter.KEYWORD_ONLY]
-    for name, f in STRATEGIES.items()
-}
-NEEDED = {
-    name: [p.name for p in f.__signature__.parameters.values() if p.default is Parameter.empty]
-    for name, f in STRATEGIES.items()
-}
+POSITIONAL = {name: positional(f) for name, f in STRATEGIES.items()}
+NEEDED = {name: required(f) for name, f in STRATEGIES.items()}
 TENSORS = {name: [p for p in PARAMETERS[name] if p in f.tensors or p in INTEGERS] for name, f in STRATEGIES.items()}
 RESULTS = {"all_reduce_rmsnorm": 2, **{name: 3 for name in GROUPED if MEANING[name].keeps}}
 """How many results a call has, if not one."""
@@ -298,23 +291,12 @@ def _differentiate(ctx: Any, dys: Sequence[Any], _: Any) -> Any:
     return None, [next(gradients) if has else None for has in CALLS[ctx.key].has_gradient()], None, None
 
 
-_made = torch.library.custom_op(
-    "fompi::strategy",
-    _forward,
-    mutates_args=(),
-    schema="(str key, Tensor[] tensors, SymInt[]? counts, bool keeps) -> (Tensor[], Tensor)",
-)
-_made.register_fake(_fake_forward)
+_SCHEMA = "(str key, Tensor[] tensors, SymInt[]? counts, bool keeps) -> (Tensor[], Tensor)"
+_made = define("strategy", _SCHEMA, _forward, _fake_forward)
 _made.register_autograd(_differentiate, setup_context=_keep)
 private.keep_in_order(_made)
-_made = torch.library.custom_op(
-    "fompi::strategy_backward",
-    _backward,
-    mutates_args=(),
-    schema="(str key, Tensor number, Tensor[] dys, Tensor[] tensors) -> Tensor[]",
-)
-_made.register_fake(_fake_backward)
-private.keep_in_order(_made)
+_SCHEMA = "(str key, Tensor number, Tensor[] dys, Tensor[] tensors) -> Tensor[]"
+private.keep_in_order(define("strategy_backward", _SCHEMA, _backward, _fake_backward))
 OPS = torch.ops.fompi
 
 

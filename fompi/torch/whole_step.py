@@ -107,7 +107,7 @@ class _OfModule:
         leaves = [first] if isinstance(first, torch.Tensor) and first.requires_grad else []
         return y, Recorded(leaves, [y])
 
-    def gradients(self, recorded: Recorded, *given: Any) -> tuple[Any, Gradients]:
+    def gradients(self, weights: Arrays, recorded: Recorded, *given: Any) -> tuple[Any, Gradients]:
         """(that of the input, those of the weights)."""
         found = [None if g is None else g.numpy() for g in _pull(recorded, given, self.tensors)]
         count = len(recorded.leaves)
@@ -119,8 +119,7 @@ class RowsOfModule(_OfModule):
         y, recorded = self.call(self.module, weights, _leaf(x))
         return y.detach().numpy(), recorded
 
-    def backward(self, weights: Arrays, saved: Recorded, dy: Any) -> tuple[Any, Gradients]:
-        return self.gradients(saved, dy)
+    backward = _OfModule.gradients
 
 
 class AttentionOfModule(_OfModule):
@@ -137,14 +136,10 @@ class AttentionOfModule(_OfModule):
         y, recorded = self.call(self.module.output, weights, _leaf(o))
         return y.detach().numpy(), recorded
 
-    def output_backward(self, weights: Arrays, saved: Recorded, dy: Any) -> tuple[torch.Tensor, Gradients]:
-        return self.gradients(saved, dy)
-
     def attention_backward(self, saved: Recorded, do: Arrays) -> Sequence[torch.Tensor]:
         return _pull(saved, do)
 
-    def qkv_backward(self, weights: Arrays, saved: Recorded, dqkv: Any) -> tuple[Any, Gradients]:
-        return self.gradients(saved, dqkv)
+    output_backward = qkv_backward = _OfModule.gradients
 
 
 class EmbeddingOfModule(_OfModule):
@@ -153,14 +148,14 @@ class EmbeddingOfModule(_OfModule):
         return y.detach().numpy(), recorded._replace(leaves=[])
 
     def backward(self, weights: Arrays, saved: Recorded, dx: Any) -> Gradients:
-        return self.gradients(saved, dx)[1]
+        return self.gradients(weights, saved, dx)[1]
 
 
 class HeadOfModule(_OfModule):
     def loss(self, weights: Arrays, y: Any, targets: Any) -> tuple[Any, Any, Gradients]:
         """autograd has all gradients at once, so those of the parameters wait as they are."""
         value, recorded = self.call(self.module, weights, _leaf(y), targets)
-        dy, gradients = self.gradients(recorded, torch.ones_like(value))
+        dy, gradients = self.gradients(weights, recorded, torch.ones_like(value))
         return value.item(), dy, gradients
 
     def backward(self, weights: Arrays, saved: Gradients) -> Gradients:
