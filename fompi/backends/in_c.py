@@ -92,15 +92,7 @@ def bound(name: str, reads: Sequence[Any], writes: Sequence[Any], dtypes: Any) -
     ):
         return None
     addresses = [a.ctypes.data for a in (*reads, *reads[: 2 - len(reads)], *writes)]
-    try:
-        call(*known, 0, 0, 0, 0)
-    except ValueError:  # this compiler has no float16
-        return None
-
-    def compute(arrays: Any = arrays) -> None:  # which must stay
-        call(*known, *addresses, arrays[-1].size)
-
-    return compute
+    return _at(call, known, addresses, arrays, arrays[-1].size)
 
 
 def of_wire(name: str, arrays: Sequence[Any], dtypes: Sequence[str], count: int) -> Callable[[], None] | None:
@@ -111,6 +103,13 @@ def of_wire(name: str, arrays: Sequence[Any], dtypes: Sequence[str], count: int)
     known = kernel_of(name, dtypes[:-1], dtypes[-1:])
     assert known is not None
     addresses = [a.ctypes.data for a in (*arrays[:-1], *arrays[: 3 - len(arrays)], arrays[-1])]
+    return _at(call, known, addresses, arrays, count)
+
+
+def _at(
+    call: Callable[..., None], known: KernelInC, addresses: Sequence[int], arrays: Sequence[Any], count: int
+) -> Callable[[], None] | None:
+    """The kernel at these addresses, where the arrays are. None: this compiler does not have it."""
     try:
         call(*known, 0, 0, 0, 0)
     except ValueError:  # this compiler has no float16

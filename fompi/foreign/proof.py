@@ -13,7 +13,7 @@ One run is enough for the rest: a thread cannot see what other threads do, excep
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -285,7 +285,7 @@ def _result(algorithm: Algorithm, run: _OnTerms) -> Iterator[str]:
     for rank, memory in enumerate(run.memory):
         for (buffer, i), terms in algorithm.after(rank).items():
             got, wanted = [*memory.get((buffer, i), ())], sorted(terms)
-            lacks, extra = _difference(wanted, got), _difference(got, wanted)
+            lacks, extra = ([*(Counter(a) - Counter(b)).elements()] for a, b in ((wanted, got), (got, wanted)))
             if not lacks and not extra:
                 continue
             writer = run.writer.get((rank, buffer, i))
@@ -293,11 +293,3 @@ def _result(algorithm: Algorithm, run: _OnTerms) -> Iterator[str]:
             words = [f"lacks chunk {c} of rank {r}" for r, c in lacks[:2]]
             words += [f"has chunk {c} of rank {r} too often" for r, c in extra[:2]]
             yield f"at the end {buffer}[{i}] of rank {rank} {', '.join(words)}{last}"
-
-
-def _difference(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    rest = list(a)
-    for term in b:
-        if term in rest:
-            rest.remove(term)
-    return rest

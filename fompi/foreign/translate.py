@@ -111,37 +111,25 @@ class _Rank:
         _, sends = self.messages.ends[step.rank, step.thread]
         for i in range(step.source.length):
             source, dest = step.source.chunks[i], step.dest.chunks[i]
-            value: Chunk | None = None
             if kind.receives:
                 term = self.messages.terms[step.rank, step.thread, step.number][i]
-                number, is_sum = self._number(term), kind.reads
+                number = self._number(term)
                 if arrived is not None:
                     value = arrived[self._number_of(step), i]
                 else:
-                    is_direct = kind.writes and not is_sum
+                    is_direct = kind.writes and not kind.reads
                     value = self._target(dest, number) if is_direct else self._scratch(number)
                     yield from (Recv(self._source(step), block) for block in self._blocks(value))
-                if is_sum:
-                    to = self._target(dest, number) if kind.writes else value
-                    yield Compute("add", (value, self.holds[source][0]), (to,))
-                    value = to
-                elif kind.writes and value != self._target(dest, number):
-                    to = self._target(dest, number)
-                    yield Compute("copy", (value,), (to,))
-                    value = to
+                terms = (value, self.holds[source][0]) if kind.reads else (value,)
             elif kind.reads:
                 value, term = self.holds[source]
-                if kind.adds:
-                    to = self._target(dest, self._number(term))
-                    yield Compute("add", (self.holds[dest][0], value), (to,))
-                    value = to
-                elif kind.writes:
-                    to = self._target(dest, self._number(term))
-                    if to != value:
-                        yield Compute("copy", (value,), (to,))
-                    value = to
-            if value is None:
+                terms = (self.holds[dest][0], value) if kind.adds else (value,)
+            else:
                 continue
+            to = self._target(dest, self._number(term)) if kind.writes else value
+            if terms != (to,):
+                yield Compute("add" if len(terms) > 1 else "copy", terms, (to,))
+            value = to
             if kind.writes:
                 self.holds[dest] = value, term
             if kind.sends and sends is not None:

@@ -71,11 +71,7 @@ def announced_units(done: Sequence[float], send: Callable[[int, int], float]) ->
 
 
 def pieces(
-    units: int,
-    first: Callable[[int], float],
-    second: Callable[[int], float],
-    rest: float = 0.0,
-    most: int = 8,
+    units: int, first: Callable[[int], float], second: Callable[[int], float], rest: float = 0.0, most: int = 8
 ) -> Groups:
     """The best cut of `units` into at most `most` pieces.
 

@@ -375,19 +375,15 @@ class Machine:
             return PRESETS[str(name)]
         path = Path(name)
         try:
-            text = file_checks.read(path) if path.is_file() else None
+            if path.is_file():
+                return Machine.from_json(file_checks.read(path))
         except LayoutError as error:
             raise LayoutError(f"{path}: {error}") from None
         except OSError as error:
             raise LayoutError(f"the machine {str(name)!r} cannot be read: {error.strerror}") from None
-        if text is None:
-            raise LayoutError(
-                f"no machine {quoted(str(name), PRESETS)}: no such file, and the presets are {', '.join(PRESETS)}"
-            )
-        try:
-            return Machine.from_json(text)
-        except LayoutError as error:
-            raise LayoutError(f"{path}: {error}") from None
+        raise LayoutError(
+            f"no machine {quoted(str(name), PRESETS)}: no such file, and the presets are {', '.join(PRESETS)}"
+        )
 
 
 def _moved_share(name: str, ranks: int) -> float:

@@ -67,12 +67,10 @@ class Network:
         self.links: dict[tuple[int, int], tuple[LinkModel, list[Port]]] = {}
         self.messages: defaultdict[Port, dict[Message, None]] = defaultdict(dict)
         self.changed: set[Port] = set()  # ports at which a message has begun or ended at this moment
-        self.starting: list[
-            tuple[Message, float]
-        ] = []  # messages that begin at this moment, and the bursts of their links
-        self.credit: dict[
-            Port, tuple[float, float]
-        ] = {}  # seconds of burst left at a time; the time of the last change
+        # messages that begin at this moment, and the bursts of their links
+        self.starting: list[tuple[Message, float]] = []
+        # seconds of burst left at a time; the time of the last change
+        self.credit: dict[Port, tuple[float, float]] = {}
 
     def send(self, message: Message) -> None:
         """Both ends have posted `message`. It begins after the earlier messages of its pair."""

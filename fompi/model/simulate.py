@@ -87,9 +87,7 @@ def symmetry(plan: Plan, sizes: Sizes, machine: Machine, known: dict[int, Constr
         return size
     step = lcm(max((level.ranks for level in machine.levels if level.ranks < size), default=1), plan.group_size)
     counts = sizes.runs or sizes.pairs
-    if size % step or step == size or len(set(map(machine.rate, range(size)))) > 1:
-        return size
-    if plan.problem.is_split:
+    if size % step or step == size or len(set(map(machine.rate, range(size)))) > 1 or plan.problem.is_split:
         return size
     dealt = plan.problem.columns or plan.problem.experts
     if size <= FEW_RANKS and dealt[step:] + dealt[:step] != dealt:

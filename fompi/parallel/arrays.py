@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from ctypes import c_char
+from dataclasses import dataclass
 from functools import cache
 from math import prod
 from operator import is_
@@ -38,6 +39,21 @@ from fompi.tensors.dlpack import Lent, Tensor
 Array = np.ndarray[Any, Any]
 
 FLOATS = ("float64", "float32", *HALF)
+
+
+@dataclass
+class Kept:
+    """What a forward keeps for its backward: x, whose dtype the results have, and more."""
+
+    x: Tensor
+
+    @property
+    def dtype(self) -> str:
+        return self.x.dtype
+
+    @property
+    def like(self) -> Tensor:
+        return self.x
 
 
 def enter(name: str, comm: Any, check: Callable[[Communicator], tuple[str, int, Any]]) -> tuple[Any, Any, list[int]]:

@@ -98,11 +98,8 @@ def check_route(
     if tx.array.shape[1] != h:
         raise ShapeError(f"x has {tx.array.shape[1]} features, but the router has {h} rows: they must be equal")
     check_choice(experts, k, capacity_factor, policy)
-    return (
-        tx,
-        tr,
-        f"{tx.dtype}, {h=}, {experts=}, k={int(k)}, normalize={bool(normalize)}, {capacity_factor=}, {policy}",
-    )
+    text = f"{tx.dtype}, {h=}, {experts=}, k={int(k)}, normalize={bool(normalize)}, {capacity_factor=}, {policy}"
+    return tx, tr, text
 
 
 def chosen(x: Tensor, router: Tensor, k: int, normalize: bool, capacity_factor: float | None, policy: str) -> Choice:

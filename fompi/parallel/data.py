@@ -186,11 +186,8 @@ class DataParallel:
         )
         gathered = wire_gather if zero else None
         self._sizes = kept_nbytes(tensors)
-        self.wire, self.feedback, self._ahead = (
-            wire_of(wire, accumulator(next(iter(tensors.values())).dtype)),
-            bool(feedback),
-            ahead_nbytes,
-        )
+        self.wire = wire_of(wire, accumulator(next(iter(tensors.values())).dtype))
+        self.feedback, self._ahead = bool(feedback), ahead_nbytes
         self.buckets: list[Bucket] = []
         self._states: dict[str, State] = {}
         self._op = "mean" if average and self.wire else "sum"  # the wire may hold a mean whose sum it does not
@@ -610,9 +607,7 @@ class DataParallel:
             how |= {"op": self._op, "wire": self.wire, "schedule": "direct"}
         sums = [all_reduce.start(tensor_of(b.total, b.wide), **how) for b in reversed(self.buckets)]
         for bucket, pending in zip(reversed(self.buckets), sums, strict=True):
-            begun = perf_counter()
-            bucket.total = array_of(pending.wait())
-            self.waited += perf_counter() - begun
+            bucket.total = self._wait(pending)
 
     def _summed_square_and_flags(self) -> tuple[Any, Array]:
         """The square of the norm of the whole gradient, and how many ranks have announced each name: alike on all.

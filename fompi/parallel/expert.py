@@ -31,6 +31,7 @@ from fompi.engine.communicator import Communicator
 from fompi.parallel.activations import activate, activate_backward
 from fompi.parallel.arrays import (
     Array,
+    Kept,
     arrived,
     arrived_from,
     borrow,
@@ -77,10 +78,9 @@ __all__ = [
 
 
 @dataclass
-class Moe:
+class Moe(Kept):
     """What the backward needs, and the counts of all ranks together."""
 
-    x: Tensor
     router: Tensor
     w1: Tensor
     w2: Tensor
@@ -96,14 +96,6 @@ class Moe:
     """How many rows of all ranks each expert has computed."""
     dropped: int = 0
     """How many choices of all ranks were dropped, because an expert was full."""
-
-    @property
-    def dtype(self) -> str:
-        return self.x.dtype
-
-    @property
-    def like(self) -> Tensor:
-        return self.x
 
     def wide(self, tensor: Tensor) -> Array:
         return widen(tensor.array, self.dtype)

@@ -8,15 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.numbers import (
-    contiguous,
-    filled,
-    narrow,
-    ordered_product,
-    ordered_sum,
-    wide_product,
-    widen,
-)
+from fompi.backends.numbers import contiguous, filled, narrow, ordered_product, ordered_sum, wide_product, widen
 from fompi.base.errors import LayoutError, PlanError, ShapeError, quoted
 from fompi.base.layout import accumulator
 from fompi.base.wires import wire_of
@@ -32,6 +24,7 @@ from fompi.ops.operations import (
 from fompi.parallel.activations import ACTIVATIONS, activate, activate_backward
 from fompi.parallel.arrays import (
     Array,
+    Kept,
     admit,
     arrived,
     as_rows,
@@ -58,10 +51,9 @@ from fompi.tensors.dlpack import Tensor
 
 
 @dataclass
-class Linear:
+class Linear(Kept):
     """What the backward of a linear layer needs."""
 
-    x: Tensor
     w: Tensor
     bias: Tensor | None
     comm: Communicator
@@ -72,14 +64,6 @@ class Linear:
     wire: str | None = None
     order: str = "any"
     z: Array | None = None  # y before the activation
-
-    @property
-    def dtype(self) -> str:
-        return self.x.dtype
-
-    @property
-    def like(self) -> Tensor:
-        return self.x
 
     @property
     def leaves(self) -> int:

@@ -27,6 +27,7 @@ from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_gather, all_reduce, reduce_scatter
 from fompi.parallel.arrays import (
     Array,
+    Kept,
     admit,
     arrived,
     begin,
@@ -54,10 +55,9 @@ LEAST_NBYTES = 256 << 10
 
 
 @dataclass
-class Normed:
+class Normed(Kept):
     """What the backward needs: the rows that this rank has normed, as they were, and 1 / their root mean squares."""
 
-    x: Tensor
     residual: Tensor
     weight: Tensor
     comm: Communicator
@@ -67,14 +67,6 @@ class Normed:
     order: str
     r: Array
     inverse: Array
-
-    @property
-    def dtype(self) -> str:
-        return self.x.dtype
-
-    @property
-    def like(self) -> Tensor:
-        return self.x
 
 
 def _sum_and_norm(

@@ -132,7 +132,6 @@ class _File:
 
     def __init__(self, rows: Sequence[Sequence[Cell]]):
         self.rows = rows
-        self.owner: dict[int, int] = {}
         self.actions: dict[Action, tuple[int, int]] = {}
         self.messages: defaultdict[Beside, list[tuple[int, int]]] = defaultdict(list)
         for rank, row in enumerate(rows):

@@ -131,7 +131,7 @@ def placement_in(orders: Sequence[Sequence[Step]], chunks: int) -> str:
 
 
 def _gpipe(r: int, p: int, m: int, v: int) -> list[Action]:
-    return [Action(r, "F", i) for i in range(m)] + [Action(r, "B", i) for i in range(m)]
+    return [Action(r, kind, i) for kind in "FB" for i in range(m)]
 
 
 def _one_forward_one_backward(r: int, p: int, m: int, v: int, ahead: int = 1, more: int = 0) -> list[Action]:
@@ -145,10 +145,6 @@ def _one_forward_one_backward(r: int, p: int, m: int, v: int, ahead: int = 1, mo
     return actions
 
 
-def _eager(r: int, p: int, m: int, v: int) -> list[Action]:
-    return _one_forward_one_backward(r, p, m, v, ahead=2)
-
-
 def _zero_bubble(r: int, p: int, m: int, v: int, ahead: int = 1) -> list[Action]:
     """As 1F1B, but the gradients of parameters come `ahead * r` micro-batches later, and fill the bubble at the end."""
     first, late = min(m, ahead * (p - 1 - r)), ahead * r
@@ -160,10 +156,6 @@ def _zero_bubble(r: int, p: int, m: int, v: int, ahead: int = 1) -> list[Action]
         if i >= late:
             actions.append(Action(r, "W", i - late))
     return actions + [Action(r, "W", i) for i in range(max(0, m - late), m)]
-
-
-def _zero_bubble_2(r: int, p: int, m: int, v: int) -> list[Action]:
-    return _zero_bubble(r, p, m, v, ahead=2)
 
 
 def _interleaved(r: int, p: int, m: int, v: int, more: int = 0) -> list[Action]:
@@ -247,13 +239,13 @@ def _dual_pipe_v(r: int, p: int, m: int, v: int) -> list[Action]:
     return made.kept(m)
 
 
-_ACTIONS = {
+_ACTIONS: dict[str, Callable[..., list[Action]]] = {
     "gpipe": _gpipe,
     "1f1b": _one_forward_one_backward,
-    "eager-1f1b": _eager,
+    "eager-1f1b": partial(_one_forward_one_backward, ahead=2),
     "interleaved": _interleaved,
     "zb-h1": _zero_bubble,
-    "zb-h2": _zero_bubble_2,
+    "zb-h2": partial(_zero_bubble, ahead=2),
     "zbv": _zero_bubble_v,
     "dualpipev": _dual_pipe_v,
 }

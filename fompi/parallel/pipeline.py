@@ -225,7 +225,7 @@ class Pipeline:
 
     def _run(self, executor: Executor) -> list[Any] | None:
         """Run a plan whose arguments are accepted. The results are those of the last stage, on its rank."""
-        self._latest, work = executor, self._this_step
+        self._latest, work = executor, f"step {self._steps} of {self._latest.name}"
         try:
             ending = confirmed(self.comm, f"{work}{self._mode}", executor) if self.checked else nullcontext()
             with ending, self.comm.joint(work):
@@ -235,10 +235,6 @@ class Pipeline:
             return self._results if self._is_here(self.problem.stages - 1) else None
         finally:
             self._forget()
-
-    @property
-    def _this_step(self) -> str:
-        return f"step {self._steps} of {self._latest.name}"
 
     def _is_here(self, stage: int) -> bool:
         return stage in self._by_number

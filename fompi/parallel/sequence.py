@@ -24,18 +24,7 @@ from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import accumulator
 from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
-from fompi.parallel.arrays import (
-    Array,
-    arrived,
-    borrow,
-    borrow_gradient,
-    enter,
-    follow,
-    give,
-    in_words,
-    lent,
-    zeros,
-)
+from fompi.parallel.arrays import Array, arrived, borrow, borrow_gradient, enter, follow, give, in_words, lent, zeros
 from fompi.parallel.attention import Rule, check_heads
 from fompi.parallel.differentiable import Differentiable, Gradients
 from fompi.parallel.heads import Deal, Returns, ToHeads, query_heads, return_all

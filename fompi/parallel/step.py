@@ -177,10 +177,7 @@ class TrainingStep:
         self.input_gradients, self._is_undone = self._gradients or None, False
         if (report := self.comm.engine.report) is not None:
             report.mark(report.updates[id(self)])
-        return self._losses if self._is_last() else None
-
-    def _is_last(self) -> bool:
-        return len(self.problem.layers) - 1 in self.layers
+        return self._losses if len(self.problem.layers) - 1 in self.layers else None
 
     def _forget(self) -> None:
         self._saved: dict[tuple[Any, ...], Any] = {}

@@ -32,6 +32,7 @@ from fompi.ops.operations import (
 )
 from fompi.parallel.arrays import (
     Array,
+    Kept,
     add,
     arrived,
     borrow,
@@ -74,10 +75,9 @@ def heads_of(rank: int, size: int, heads: int, kv_heads: int) -> tuple[range, ra
 
 
 @dataclass
-class Heads:
+class Heads(Kept):
     """What the backward of attention needs: q, k, v and o have the dtype of x."""
 
-    x: Tensor
     weights: tuple[Tensor, ...]
     comm: Communicator
     counts: Sequence[int]
@@ -94,14 +94,6 @@ class Heads:
     lse: Array
     shape: tuple[int, ...]
     wire: str | None
-
-    @property
-    def dtype(self) -> str:
-        return self.x.dtype
-
-    @property
-    def like(self) -> Tensor:
-        return self.x
 
 
 def _attention(

@@ -239,18 +239,11 @@ class Explanation:
         first, proof = alike[0], alike[0].proof
         share = f"{self.lower_bound.seconds / first.seconds:.3f}" if first.seconds else ""
         more = [f"{len(alike) - 1} more with the same time"] * (len(alike) > 1)
-        if proof is None:
-            return (
-                str(first.candidate),
-                first.shown,
-                share,
-                "",
-                "",
-                "",
-                "; ".join(["estimated, not simulated", *more]),
-            )
-        times = (f"{1e3 * seconds:.3f}" for seconds in (proof.kernels, proof.hidden, proof.exposed))
-        return (str(first.candidate), first.shown, share, *times, "; ".join([*map(str, proof.waits[:1]), *more]))
+        times, why = ["", "", ""], ["estimated, not simulated"]
+        if proof is not None:
+            times = [f"{1e3 * seconds:.3f}" for seconds in (proof.kernels, proof.hidden, proof.exposed)]
+            why = [*map(str, proof.waits[:1])]
+        return (str(first.candidate), first.shown, share, *times, "; ".join([*why, *more]))
 
 
 def explain(

@@ -257,11 +257,8 @@ class StepParts:
         axis = self.axis(tp, 1)
         beside, coded = self._coded(rows * k * (tp > 1), ITEM)
         messages = axis.gather(self.item * rows * k) + beside
-        whole, dx, dw = (
-            self._product(rows, k, n, weights),
-            self._product(rows, n, k, weights),
-            self._product(k, rows, n) + (weights - 1) * self._touch(ITEM * k * n),
-        )
+        whole, dx = self._product(rows, k, n, weights), self._product(rows, n, k, weights)
+        dw = self._product(k, rows, n) + (weights - 1) * self._touch(ITEM * k * n)
         ahead = self._pipelined(axis.size, messages, whole, self._product(rows / tp, k, n, weights))
         sums = self._sums(ITEM * rows * k, tp) + coded
         return Passes(
@@ -274,11 +271,8 @@ class StepParts:
         """A row-parallel product: product and reduce-scatter; in the backward all-gather, dx and dw."""
         beside, coded = self._coded(rows * n * (tp > 1), ITEM)
         messages = self.axis(tp, 1).gather(self.item * rows * n) + beside
-        whole, dx, dw = (
-            self._product(rows, k, n, weights),
-            self._product(rows, n, k, weights),
-            self._product(k, rows, n) + (weights - 1) * self._touch(ITEM * k * n),
-        )
+        whole, dx = self._product(rows, k, n, weights), self._product(rows, n, k, weights)
+        dw = self._product(k, rows, n) + (weights - 1) * self._touch(ITEM * k * n)
         behind = self._pipelined(tp, messages, whole, self._product(rows / tp, k, n, weights))
         if tp > 1:
             behind += self._touch(3 * ITEM * rows / tp * n) + self._sums(ITEM * rows * n, tp) + coded
@@ -485,12 +479,8 @@ class StepParts:
 
     def _memory(self, layout: StepLayout, rank: int) -> MemoryBytes:
         dp, tp, pp, ep, cp, _, schedule, chunks, zero, recompute, _ = layout
-        model, stage, tokens, is_last = (
-            self.model,
-            self._stage_of(layout),
-            self.tokens(layout),
-            rank == pipeline.rank_of(pp * chunks - 1, pp, pipeline.placement_of(schedule)),
-        )
+        model, stage, tokens = self.model, self._stage_of(layout), self.tokens(layout)
+        is_last = rank == pipeline.rank_of(pp * chunks - 1, pp, pipeline.placement_of(schedule))
         layers = stage.layers * chunks - (stage.layers - stage.last if is_last and pp > 1 else 0)
         tables = (rank == 0) + (is_last and not (model.tied and pp == 1))
         dense, experts = self.weights(tp, ep, layers, tables)

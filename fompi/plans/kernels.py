@@ -197,16 +197,12 @@ def _exact(term: Term) -> list[tuple[Term, int]]:
         return [((term[0], term[1], term[2].exact()[0], term[3]), 0)]
     if len(term) == 2:  # a reduction of values
         values, times = zip(*map(exact, term[1]), strict=True)
-        whole = _mean_of(term[0], values) if divisor(term[0]) else reduced(term[0], values)
+        whole = ((term[0], tuple(values)),) if divisor(term[0]) else reduced(term[0], values)
         return [(inner, max(times)) for inner in whole]
     if len(term) == 3 and isinstance(term[1], tuple):  # a product
         pairs = [(a, b) for a in _exact(term[1]) for b in _exact(term[2])]
         return [((term[0], a, b), max(m, n)) for (a, m), (b, n) in pairs]
     return [(term, 0)]
-
-
-def _mean_of(name: str, values: Sequence[Value]) -> Value:
-    return ((name, tuple(values)),)
 
 
 def is_result(value: Value) -> bool:
@@ -238,11 +234,11 @@ class Kernel:
         return reads[len(reads) - self.whole :]
 
 
+MOVES = ("copy", "pack", "download", "upload")
+"""Kernels that only move elements."""
+
 KERNELS: dict[str, Kernel] = {
-    "copy": Kernel(1, 0, False, lambda a: a),
-    "pack": Kernel(1, 0, False, lambda a: a),
-    "download": Kernel(1, 0, False, lambda a: a),
-    "upload": Kernel(1, 0, False, lambda a: a),
+    **dict.fromkeys(MOVES, Kernel(1, 0, False, lambda a: a)),
     "add": Kernel(2, 0, False, total),
     **{name: Kernel(2, 0, False, functools.partial(_combined, name)) for name in ("max", "min", "prod")},
     "matmul": Kernel(1, 1, False, lambda x, w: product("matmul", x, w)),
@@ -268,10 +264,6 @@ OF_WIRES = {**ENCODE, **DECODE, **DECODE_ADD}
 
 GROUPED = ("matmul_grouped", "gradient_grouped", "gradient_grouped_add")
 """Kernels that take a run of rows for each expert, and the matrices of these experts."""
-
-
-MOVES = ("copy", "pack", "download", "upload")
-"""Kernels that only move elements."""
 
 REDUCTIONS = {"sum": "add", "max": "max", "min": "min", "prod": "prod", "mean": "add"}
 """The reductions over the ranks, and the kernel that combines two terms. The last kernel of a mean divides too."""

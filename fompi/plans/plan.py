@@ -577,7 +577,9 @@ def _cells(plan: Plan, is_whole: bool) -> tuple[list[str], list[int], list[list[
     count = plan.size if is_whole else min(plan.size, SHOWN_ALIKE if alike else MOST_RANKS)
     shown = [plan.programs[rank] for rank in range(count)]
     height = max(len(p.ops) for p in shown)
-    numbers = [*range(height)] if is_whole else _shown_numbers(height)
+    numbers = [*range(height)]
+    if height > MOST_OPS and not is_whole:
+        del numbers[MOST_OPS - LAST_OPS : -LAST_OPS]
     columns = [[f"rank {p.rank}", *(str(p.ops[i]) if i < len(p.ops) else "" for i in numbers)] for p in shown]
     kinds = {type(op) for p in shown for op in p.ops}
     notation = "; ".join(text for kind, text in NOTATION.items() if kind in kinds)
@@ -586,12 +588,6 @@ def _cells(plan: Plan, is_whole: bool) -> tuple[list[str], list[int], list[list[
         how = ", which do the same with the ranks and blocks that follow theirs" if alike else ""
         below.append(f"... and {left} more rank{'s' * (left > 1)}{how}")
     return [*filter(None, [_head(plan, shown), notation])], numbers, columns, below
-
-
-def _shown_numbers(height: int) -> list[int]:
-    if height <= MOST_OPS:
-        return [*range(height)]
-    return [*range(MOST_OPS - LAST_OPS), *range(height - LAST_OPS, height)]
 
 
 def are_alike(plan: Plan) -> bool:

@@ -597,10 +597,9 @@ def _problem(
         raise ShapeError(f"{operation} does not take {len(weights)} weights and {len(biases)} biases")
     if MEANING[operation].moves in ("reduce_scatter", "all_reduce") and not columns:
         _check_reduction(operation, op, dtype)
-    if dtype in MOVED_ONLY:
+    if dtype in MOVED_ONLY and (weights or operands):
         wider = "an integer dtype" if dtype == "bool" else "a half type"
-        if weights or operands:
-            raise DtypeError(f"{operation}: {dtype} cannot be multiplied; convert x to {wider}")
+        raise DtypeError(f"{operation}: {dtype} cannot be multiplied; convert x to {wider}")
     if not 0 <= root < size:
         raise LayoutError(f"{operation}: root={root} must be a rank from 0 to {size - 1}")
     for kind, forms in (("w", weights), ("bias", biases), ("h", operands)):

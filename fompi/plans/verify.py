@@ -22,7 +22,7 @@ ends.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -251,7 +251,8 @@ def _match(plan: Plan) -> dict[Partner, Partner]:
     for source, dest in sorted(sends.keys() | recvs.keys()):
         out, into = sends[source, dest], recvs[source, dest]
         for i, j in zip(out, into, strict=False):
-            _check_message(plan.programs[source], i, plan.programs[dest], j)
+            a, b = plan.programs[source], plan.programs[dest]
+            _check_same_rows(a, i, a.ops[i].reads[0], b, j, b.ops[j].writes[0])
             partners[source, i], partners[dest, j] = (dest, j), (source, i)
         for rank, ops, partner_ops, verb in ((source, out, into, "receives"), (dest, into, out, "sends")):
             if len(ops) > len(partner_ops):
@@ -259,12 +260,6 @@ def _match(plan: Plan) -> dict[Partner, Partner]:
                 op = plan.programs[rank].ops[i]
                 raise _error(rank, i, op, _first(op), f"rank {peer} never {verb} it")
     return partners
-
-
-def _check_message(source: Program, i: int, dest: Program, j: int) -> None:
-    send, recv = source.ops[i], dest.ops[j]
-    assert isinstance(send, Send) and isinstance(recv, Recv)
-    _check_same_rows(source, i, send.chunk, dest, j, recv.chunk)
 
 
 def _check_same_rows(source: Program, i: int, out: Chunk, dest: Program, j: int, into: Chunk) -> None:
@@ -325,8 +320,6 @@ def _check_collective(plan: Plan, rank: int, calls: Sequence[tuple[int, Collecti
             _check_same_rows(sender, j, other.reads[0], program, i, op.writes[source])
         elif op.name == "all_to_all":
             _check_same_rows(sender, j, other.reads[rank], program, i, op.writes[source])
-        elif op.name == "all_reduce":
-            _check_same_rows(sender, j, other.reads[0], program, i, op.writes[0])
         elif op.name == "reduce_scatter":
             _check_same_rows(sender, j, _piece(other.reads[0], rank, size), program, i, op.writes[0])
         elif op.writes and other.reads:
@@ -517,11 +510,7 @@ def _check_replicated(plan: Plan, values: Sequence[dict[tuple[str, int], Value]]
 
 def _difference(a: Value, b: Value) -> list[Term]:
     """The terms of a that b lacks."""
-    remaining = list(a)
-    for term in b:
-        if term in remaining:
-            remaining.remove(term)
-    return remaining
+    return [*(Counter(a) - Counter(b)).elements()]
 
 
 def _first_mistake(missing: Sequence[Term], extra: Sequence[Term]) -> str:

@@ -136,12 +136,6 @@ class _GroupSums:
         """The sum of the group `d` groups before this one."""
         return self.groups[d * self.local.parts + part]
 
-    def add_groups(self, groups: _Groups, part: int) -> Iterator[Op]:
-        """Add the sums of all other groups. The result replaces the first of them."""
-        for d in groups.others[1:]:
-            first = self.from_group(1, part)
-            yield self.local.combine(first, self.from_group(d, part), first)
-
     def finish(self, groups: _Groups, own: Chunk, part: int) -> Iterator[Op]:
         """Add the sums of all groups and write the result."""
         if self.local.problem.order:
@@ -151,8 +145,10 @@ class _GroupSums:
             yield from tree.add()
             yield from tree.finish([own], self.local.target(part))
             return
-        yield from self.add_groups(groups, part)
-        yield self.local.combine(self.from_group(1, part), own, self.local.target(part), is_last=True)
+        first = self.from_group(1, part)
+        for d in groups.others[1:]:
+            yield self.local.combine(first, self.from_group(d, part), first)
+        yield self.local.combine(first, own, self.local.target(part), is_last=True)
 
 
 def _reduce_scatter(local: Scatter, groups: _Groups) -> Iterator[Op]:

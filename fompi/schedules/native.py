@@ -63,10 +63,8 @@ def _reduce(local: Scatter) -> Iterator[Op]:
         run = slice(part * size, (part + 1) * size)
         if problem.moves == "all_reduce":  # any run of rows may be a slice
             blocks = range(run.start, run.stop)
-            target, slices = (
-                local.work["y"][run],
-                local.partial(problem.dtype) if problem.multiplies_first else local.x,
-            )
+            target = local.work["y"][run]
+            slices = local.partial(problem.dtype) if problem.multiplies_first else local.x
         else:
             blocks = range(part, size * local.parts, local.parts)
             target, slices = local.target(part), local.x
