@@ -120,13 +120,9 @@ class Engine(InFlight):
     def needs_no_poll(self) -> bool:
         """True if a poll can move nothing: only kernels are in flight, and a thread runs them."""
         ready = self._ready and not self.has_kernel_thread
-        in_c = (self._in_c or self.watched) and not self.is_polled_in_c
+        polled_in_c = self._library is not None and self._library.has_thread  # a thread of C moves the calls there
+        in_c = (self._in_c or self.watched) and not polled_in_c
         return not (self._requests or in_c or self._launched or ready)
-
-    @property
-    def is_polled_in_c(self) -> bool:
-        """True if a thread of C moves the calls that are in C."""
-        return self._library is not None and self._library.has_thread
 
     @property
     def is_all_in_c(self) -> bool:

@@ -15,16 +15,7 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypedDict
 
 from fompi.backends.cuda import backend_of
 from fompi.base.doors import DOORS
-from fompi.base.errors import (
-    ArgumentError,
-    LaunchError,
-    LayoutError,
-    PlanError,
-    TensorError,
-    meant,
-    of_signature,
-    quoted,
-)
+from fompi.base.errors import ArgumentError, LaunchError, LayoutError, PlanError, TensorError, meant, of_signature
 from fompi.base.layout import Slices
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
@@ -97,12 +88,8 @@ class Operation(Generic[P]):
                 if result is not REFUSED:
                     return result
         arguments, comm, call_options = self.read(args, options)
-        if call_options.certify:
-            return self._certified(arguments, comm, call_options)
         arguments.key = None if call is None else call.key
-        if self.is_differentiable(arguments):
-            return DOORS.differentiable(self, arguments, comm, call_options)
-        return self._finished(arguments, comm, call_options)
+        return self.run(arguments, comm, call_options)
 
     def described(self, arguments: Arguments, comm: Communicator, call_options: CallOptions = _DEFAULTS) -> Pending:
         """A call that C has begun, with arguments that were right before. What its communicator owes comes later."""
@@ -232,8 +219,8 @@ class Operation(Generic[P]):
         nothing_to_choose = (schedule, slices) != ("auto", None) or communicator.size == 1
         if effort == "measure" and not nothing_to_choose:
             schedule, slices = DOORS.measure(self, arguments, local, communicator)
-        begin = kind.result_of if waits else kind.begun
-        return begin(self.name, arguments, local, communicator, schedule, slices)
+        pending = kind.begun(self.name, arguments, local, communicator, schedule, slices, waits)
+        return pending.at_once() if waits else pending
 
     def _finished(self, arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:
         """The result of the call."""
@@ -264,7 +251,7 @@ def _checked(call_options: CallOptions) -> CallOptions:
     if not isinstance(schedule, str):
         raise PlanError(f"schedule={schedule!r} must be a name, for example 'auto' or 'ring'")
     if effort not in ("plan", "measure"):
-        raise PlanError(f"effort={quoted(effort, ('plan', 'measure'))}: effort must be 'plan' or 'measure'")
+        raise PlanError(f"effort={effort!r}{meant(effort, ('plan', 'measure'))}: effort must be 'plan' or 'measure'")
     if slices is not None:
         slices = as_slices(slices)
     if effort == "measure" and (schedule, slices) != ("auto", None):

@@ -254,8 +254,6 @@ class InC(Task):
         heir = self.heir()
         return heir is not None and heir.poison(error, sender)
 
-    def acknowledged(self, rank: int) -> None: ...
-
     def abandon(self, error: BaseException) -> None:
         heir = self.heir()
         if heir is not None:

@@ -50,14 +50,7 @@ from fompi.runtime.program import Run
 from fompi.runtime.report_text import full_text, overlap_warnings, short_text, text
 from fompi.runtime.steps import Steps
 from fompi.traces import clocks
-from fompi.traces.proof import (
-    NOT_OVERLAPPING,
-    Proof,
-    RankDependencies,
-    Wait,
-    prove,
-    total,
-)
+from fompi.traces.proof import NOT_OVERLAPPING, Proof, RankDependencies, Wait, prove, total
 from fompi.traces.trace import Interval, Trace, merge
 
 MOST_OPERATIONS = 64
