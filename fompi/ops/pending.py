@@ -326,7 +326,7 @@ class Pending:
             recording.append(self._traced(run))
         if self._comm.engine.report is not None:
             report, trace = self._comm.engine.report, self._traced(run)
-            report.note(run, trace, self.extents, self._backend, None, self._returned_at, self._outputs)
+            report.note(run, trace, self.extents, self._backend, None, self._returned_at, outputs=self._outputs)
 
     def _note_in_c(self, recording: list[Trace] | None, times: Times) -> None:
         """C has finished the call."""
