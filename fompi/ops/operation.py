@@ -88,8 +88,12 @@ class Operation(Generic[P]):
                 if result is not REFUSED:
                     return result
         arguments, comm, call_options = self.read(args, options)
+        if call_options.certify:
+            return self._certified(arguments, comm, call_options)
         arguments.key = None if call is None else call.key
-        return self.run(arguments, comm, call_options)
+        if self.is_differentiable(arguments):
+            return DOORS.differentiable(self, arguments, comm, call_options)
+        return self._finished(arguments, comm, call_options)
 
     def described(self, arguments: Arguments, comm: Communicator, call_options: CallOptions = _DEFAULTS) -> Pending:
         """A call that C has begun, with arguments that were right before. What its communicator owes comes later."""
