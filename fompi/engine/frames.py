@@ -153,7 +153,7 @@ def fold(error: BaseException | None) -> int:
         if is_ours(error) or isinstance(error, KeyboardInterrupt):
             count += _cut(error)
             if cause is not None and not isinstance(cause, FompiError) and not _is_of_program(cause):
-                count += _length(cause)
+                count += sum(1 for _ in traceback.walk_tb(cause.__traceback__))
                 error.__cause__ = None  # which hides the context, too
         error = cause
     return count
@@ -178,10 +178,6 @@ def _cut(error: BaseException) -> int:
         return 0
     last.tb_next = None
     return behind
-
-
-def _length(error: BaseException) -> int:
-    return sum(1 for _ in traceback.walk_tb(error.__traceback__))
 
 
 def _is_of_program(error: BaseException) -> bool:

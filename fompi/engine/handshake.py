@@ -18,17 +18,17 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from time import perf_counter
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from fompi.base.differences import MOST_LETTERS, in_what_they_differ, without_details
 from fompi.base.errors import MismatchError, PeerError, ShapeError, in_words
-from fompi.engine.control import Channel
-from fompi.engine.engine import Engine
 from fompi.engine.in_flight import EAGER_NBYTES
 from fompi.engine.tasks import CONFIRMATION, DESCRIPTION, HANDSHAKE, Task
-from fompi.mpi.link import Link
 from fompi.mpi.transport import start_mpi
 from fompi.plans.plan import MESSAGE_BITS
+
+if TYPE_CHECKING:
+    from fompi.engine.communicator import Communicator
 
 _HEADER = struct.Struct("<7q")
 """Call number, digest, signature + hint + rows for the peer, expected rows (or -1), what saves the second round, and
@@ -103,30 +103,6 @@ _REFUSALS_OF_STEPS = {REFUSED: -3, ENDED: -4}
 """The digests of such a refusal. The error of the other ranks then has `ends_step`."""
 
 
-class Members(Protocol):
-    """What an agreement needs from a `Communicator`."""
-
-    name: str
-    rank: int
-    size: int
-    engine: Engine
-    link: Link
-    channel: Channel
-    agreed: dict[tuple[int, int], int]
-
-    def check(self) -> None:
-        """Raise StateError if it cannot be used any more."""
-
-    def next_call(self) -> tuple[int, int]:
-        """The stamp and the tag slot of the next unbound call."""
-
-    def slot(self, stamp: int) -> int:
-        """The tag slot of an unbound call."""
-
-    def note_start(self, name: str, stamp: int) -> None:
-        """Note the last call that began on this rank."""
-
-
 def digest(text: str) -> int:
     """56 bits that identify `text`, the same on all ranks. `hash` is another number in another build of Python."""
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest())
@@ -137,7 +113,7 @@ def digest_of(numbers: Sequence[int]) -> int:
     return int.from_bytes(blake2b(array("q", numbers), digest_size=7).digest())
 
 
-def agree(comm: Members, text: str, refusal: Exception | None = None, value: int = 0) -> Sequence[int]:
+def agree(comm: Communicator, text: str, refusal: Exception | None = None, value: int = 0) -> Sequence[int]:
     """Wait until all ranks call this with the same `text`. Returns the `value` of every rank. Collective.
 
     0 <= value < 1 << VALUE_BITS. A rank that has a `refusal` raises it. If a rank refuses, or calls something else, all
@@ -147,7 +123,7 @@ def agree(comm: Members, text: str, refusal: Exception | None = None, value: int
 
 
 def begin_agreement(
-    comm: Members,
+    comm: Communicator,
     text: str,
     refusal: Exception | None = None,
     value: int = 0,
@@ -212,7 +188,7 @@ class Agreement(Task):
 
     def __init__(
         self,
-        comm: Members,
+        comm: Communicator,
         stamp: int,
         digest: int,
         describe: Callable[[], str],

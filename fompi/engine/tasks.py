@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextvars import Context
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fompi.base.errors import PeerError
+if TYPE_CHECKING:
+    from fompi.engine.control import Channel
 
 HANDSHAKE, DESCRIPTION, CONFIRMATION = 0, 1, 2
 """The rounds of an agreement (`fompi.engine.handshake`)."""
@@ -117,7 +118,7 @@ class Watch(NamedTuple):
     """
 
     task: Callable[[], Task]
-    channel: ControlChannel
+    channel: Channel
     then: Callable[[], object]
     begun: float
 
@@ -160,33 +161,3 @@ class MessageParts(Task):
 
     def broke(self, error: Exception) -> None:
         self.task.broke(error)
-
-
-class ControlChannel(Protocol):
-    """What the engine needs from a control channel (`fompi.engine.control.Channel`)."""
-
-    name: str
-    timeout: float | None
-    link: Any
-    departed: dict[int, str]
-    stopped: dict[int, tuple[str, str]]
-    asking: bool
-    lost: PeerError | None
-
-    def receive(self) -> bool:
-        """Take in the control messages that have arrived. False: none had."""
-
-    def absent_peer(self, awaits_start: bool, awaited: tuple[int, str] | None) -> tuple[int, str] | None:
-        """The awaited rank, if it has left and will not send what is awaited, and why."""
-
-    def fail(self, task: Task, error: Exception) -> None:
-        """End `task` with `error` on all ranks."""
-
-    def leave(self) -> None:
-        """Tell the other ranks that this one starts no new call."""
-
-    def go(self) -> None:
-        """Tell them that it finishes none any more, either."""
-
-    def explain(self, task: Task) -> str:
-        """Which rank waits for which, in words."""

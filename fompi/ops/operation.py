@@ -15,16 +15,7 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypedDict
 
 from fompi.backends.cuda import backend_of
 from fompi.base.doors import DOORS
-from fompi.base.errors import (
-    ArgumentError,
-    LaunchError,
-    LayoutError,
-    PlanError,
-    TensorError,
-    meant,
-    of_signature,
-    quoted,
-)
+from fompi.base.errors import ArgumentError, LaunchError, LayoutError, PlanError, TensorError, meant, of_signature
 from fompi.base.layout import Slices
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
@@ -232,8 +223,8 @@ class Operation(Generic[P]):
         nothing_to_choose = (schedule, slices) != ("auto", None) or communicator.size == 1
         if effort == "measure" and not nothing_to_choose:
             schedule, slices = DOORS.measure(self, arguments, local, communicator)
-        begin = kind.result_of if waits else kind.begun
-        return begin(self.name, arguments, local, communicator, schedule, slices)
+        pending = kind.begun(self.name, arguments, local, communicator, schedule, slices, waits)
+        return pending.at_once() if waits else pending
 
     def _finished(self, arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:
         """The result of the call."""
@@ -264,7 +255,7 @@ def _checked(call_options: CallOptions) -> CallOptions:
     if not isinstance(schedule, str):
         raise PlanError(f"schedule={schedule!r} must be a name, for example 'auto' or 'ring'")
     if effort not in ("plan", "measure"):
-        raise PlanError(f"effort={quoted(effort, ('plan', 'measure'))}: effort must be 'plan' or 'measure'")
+        raise PlanError(f"effort={effort!r}{meant(effort, ('plan', 'measure'))}: effort must be 'plan' or 'measure'")
     if slices is not None:
         slices = as_slices(slices)
     if effort == "measure" and (schedule, slices) != ("auto", None):

@@ -207,22 +207,6 @@ class Pending:
         self.extents: Extents | None = None
 
     @classmethod
-    def result_of(
-        cls,
-        name: str,
-        arguments: Arguments,
-        local: LocalCall,
-        comm: Communicator,
-        schedule: str,
-        slices: Slices | None,
-    ) -> Any:
-        """The result of a call that the program makes and waits for in one step."""
-        pending = cls.begun(name, arguments, local, comm, schedule, slices, waits=True)
-        if pending._task is DONE:
-            return pending._results(pending._ticket.program)  # type: ignore[union-attr]
-        return pending.wait()
-
-    @classmethod
     def begun(
         cls,
         name: str,
@@ -342,7 +326,7 @@ class Pending:
             recording.append(self._traced(run))
         if self._comm.engine.report is not None:
             report, trace = self._comm.engine.report, self._traced(run)
-            report.note(run, trace, self.extents, self._backend, None, self._returned_at, self._outputs)
+            report.note(run, trace, self.extents, self._backend, None, self._returned_at, outputs=self._outputs)
 
     def _note_in_c(self, recording: list[Trace] | None, times: Times) -> None:
         """C has finished the call."""
@@ -408,6 +392,12 @@ class Pending:
     def number(self) -> int:
         """The number of the call on its communicator, the same on all ranks."""
         return self._stamp
+
+    def at_once(self) -> Any:
+        """The result of a call that the program makes and waits for in one step."""
+        if self._task is DONE:
+            return self._results(self._ticket.program)  # type: ignore[union-attr]
+        return self.wait()
 
     # -- for the caller
     def done(self) -> bool:

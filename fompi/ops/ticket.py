@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fompi.backends.numpy import Numpy
 from fompi.base.errors import WaitTimeout
 from fompi.base.layout import Slices
 from fompi.engine.communicator import Communicator
@@ -71,19 +70,14 @@ def form_of(
     counts = arguments.counts
     if counts is not None and local.problem.moves == "all_to_all" and len({*counts}) > 1:
         return None  # they are others at every call
-    if not is_for_c(host_backend(comm)) or comm.urgency is not None or native_engine().library is None:
+    if comm.urgency is not None or native_engine().library is None:
         return None
-    if comm.backend is not None and local.in_place:
+    if comm.backend is not None and (local.in_place or not is_for_c(comm.backend)):
         return None
     where = "new" if local.out is None else "over x" if local.in_place else "out"
     arriving = None if arguments.arriving is None else tuple(arguments.arriving)
     compared = local.rows, local.expects, arriving, arguments.words
     return local.problem, local.packed, local.shape, local.dim, local.split, *compared, where, schedule, slices
-
-
-def host_backend(comm: Communicator) -> Any:
-    """What runs the kernels of calls on the host."""
-    return Numpy() if comm.backend is None else comm.backend
 
 
 class Memory:

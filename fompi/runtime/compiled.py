@@ -127,7 +127,7 @@ class Compiled:
         self._x_row_nbytes = sum(buffer.row_nbytes for buffer in self._xs)  # several only where columns are split
         self.outputs = [b for b in self.program.buffers if b.is_output]
         cut = f", {parts_in_words(plan)}" if plan.parts > 1 else ""
-        where = f" on {_with_article(device)}" if device else ""
+        where = f" on {'an' if device[0] in 'aeiou' else 'a'} {device}" if device else ""
         self.title = f"{plan.problem.operation} by {plan.schedule}{cut}{where}"
         self._reads = [[self._place(c) for c in op.reads] for op in ops]
         self._writes = [[self._place(c) for c in op.writes] for op in ops]
@@ -380,10 +380,6 @@ def _bind_function(
         bound: Callable[..., Any] = backend.bind_user(function, op.kernel, reads, writes)
         return bound
     return partial(function, reads, writes)
-
-
-def _with_article(name: str) -> str:
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def _nbytes(sized: Sized, place: Place) -> int:

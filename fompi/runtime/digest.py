@@ -22,14 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.base import Backend
-from fompi.base.layout import Extents
-from fompi.engine.communicator import Communicator
 from fompi.mpi.transport import world
 from fompi.plans.meaning import MEANING
 from fompi.runtime.program import Run
 from fompi.runtime.steps import Steps
-from fompi.traces.trace import Trace
 
 Array = np.ndarray[Any, Any]
 
@@ -96,18 +92,9 @@ class Digests:
         self.file = (Path(folder) / f"rank-{self.rank}.jsonl").open("w")
         self.steps, self.updates = Steps(), defaultdict[int, Steps](Steps)
 
-    def note(
-        self,
-        run: Run,
-        trace: Trace,
-        extents: Extents,
-        backend: Backend,
-        kernels: Any = None,
-        returned_at: float | None = None,
-        outputs: Mapping[str, Any] | None = None,
-    ) -> None:
+    def note(self, run: Run, *_: object, outputs: Mapping[str, Any]) -> None:
         """A call has finished on this rank, with these results."""
-        if run.error is not None or not outputs or os.getpid() != self.process:
+        if run.error is not None or os.getpid() != self.process:
             return
         problem, members = run.compiled.plan.problem, run.comm.link.world_ranks
         for name, array in outputs.items():
@@ -130,13 +117,13 @@ class Digests:
             self.file.write(json.dumps(line) + "\n")
         self.file.flush()
 
-    def mark(self, steps: Steps, tokens: float = 0.0, flops: float = 0.0) -> None:
+    def mark(self, *_: object) -> None:
         """Steps do not matter here."""
 
-    def measured(self, compiled: Any, extents: Extents, seconds: float) -> None:
+    def measured(self, *_: object) -> None:
         """Times do not matter here."""
 
-    def settle(self, comm: Communicator) -> None:
+    def settle(self, *_: object) -> None:
         """There are no baselines."""
 
     def settle_all(self) -> None:

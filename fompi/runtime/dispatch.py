@@ -340,9 +340,7 @@ class Dispatch(Task):
         self.kernel_failed(i, error)
         queue: list[int] = []
         self._enqueued(i, queue)
-        self.start_ops(queue)
-        if self.unfinished == 0 and not self.finished:
-            self.finish()
+        self.go_on(queue)
 
     def _enqueued(self, i: int, queue: list[int]) -> None:
         for j in self.compiled.on_start[i]:
@@ -417,6 +415,14 @@ class Dispatch(Task):
         elif self.paths is not None:
             self.end_for_program()
 
+    def go_on(self, free: list[int]) -> None:
+        """Start these ops. If nothing is left then, the call ends. Without rows they are done at once."""
+        self.start_ops(free)
+        if self.unfinished == 0 and not self.finished:
+            self.finish()
+        elif self.paths is not None:
+            self.end_for_program()
+
     def end_for_program(self) -> None:
         """On a device: the call is finished once all messages are done and all kernels are enqueued.
 
@@ -482,11 +488,7 @@ class Dispatch(Task):
             self.comm.engine.launched(token, self, i)
         queue: list[int] = []
         self._enqueued(i, queue)
-        self.start_ops(queue)
-        if self.unfinished == 0 and not self.finished:
-            self.finish()
-        elif self.paths is not None:
-            self.end_for_program()
+        self.go_on(queue)
 
     def hold(self, entry: Token, messages: list[int]) -> None:
         """Let these messages wait until the device has done what the program had enqueued, whose token is `entry`."""
@@ -513,11 +515,7 @@ class Dispatch(Task):
             self.blockers[i] -= 1
             if self.blockers[i] == 0:
                 free.append(i)
-        self.start_ops(free)
-        if self.unfinished == 0 and not self.finished:
-            self.finish()
-        elif self.paths is not None:
-            self.end_for_program()
+        self.go_on(free)
 
     def finish(self) -> None:
         self.comm.channel.active.pop(self.stamp, None)

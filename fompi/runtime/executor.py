@@ -552,7 +552,7 @@ class Executor(BoundPlan):
             recording.append(trace)
         if report is not None:
             outputs = {b.name: self._output(i)[0] for i, b in enumerate(self.compiled.outputs)}
-            report.note(run, trace, extents, self.backend, self.kernels, self._returned_at, outputs)
+            report.note(run, trace, extents, self.backend, self.kernels, self._returned_at, outputs=outputs)
 
     def _note_time(self, run: Run, is_whole: bool | None = None) -> None:
         """Note the time of a call. `is_whole` is what it was when the call ended, if that was earlier."""

@@ -110,18 +110,21 @@ class Overlay:
         self.known: dict[tuple[int, ...], On] = {}
 
     def arrays_at(self, addresses: Sequence[int]) -> dict[str, Any]:
-        """These buffers as contiguous arrays at these addresses of the host. They keep no memory alive."""
-        arrays = {}
-        for name, form, address in zip(self.names, self.forms, addresses, strict=True):
-            nbytes = prod(form.at) * form.storage.itemsize
-            data: Any = (c_char * nbytes).from_address(address) if nbytes else None
-            arrays[name] = np.ndarray(form.at, form.storage, data)
-        return arrays
+        """These buffers as contiguous arrays at these addresses of the host (`array_at`)."""
+        buffers = zip(self.names, self.forms, addresses, strict=True)
+        return {name: array_at(address, form.at, form.storage) for name, form, address in buffers}
 
     def remember(self, addresses: tuple[int, ...], on: On) -> None:
         if len(self.known) >= MOST_KNOWN:
             self.known.clear()
         self.known[addresses] = on
+
+
+def array_at(address: int, shape: tuple[int, ...], storage: np.dtype[Any]) -> Any:
+    """A contiguous array at this address of the host. It keeps no memory alive."""
+    nbytes = prod(shape) * storage.itemsize
+    data: Any = (c_char * nbytes).from_address(address) if nbytes else None
+    return np.ndarray(shape, storage, data)
 
 
 def address_of(array: Any) -> int:

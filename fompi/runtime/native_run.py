@@ -7,8 +7,6 @@ progress for long, or in which MPI fails, becomes a `Run`: from then on everythi
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from ctypes import c_char
-from math import prod
 from time import perf_counter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,6 +23,7 @@ from fompi.engine.native import engine
 from fompi.engine.tasks import Task
 from fompi.mpi.transport import start_mpi
 from fompi.runtime.compiled import Compiled, Sized
+from fompi.runtime.given import array_at
 from fompi.runtime.lower import CallTable, table
 from fompi.runtime.program import Run
 
@@ -254,8 +253,6 @@ class InC(Task):
         heir = self.heir()
         return heir is not None and heir.poison(error, sender)
 
-    def acknowledged(self, rank: int) -> None: ...
-
     def abandon(self, error: BaseException) -> None:
         heir = self.heir()
         if heir is not None:
@@ -356,13 +353,8 @@ def finished_run(times: Times, run: Run, actions: list[Any]) -> Run:
 
 def arrays_at(compiled: Compiled, shapes: Mapping[str, tuple[int, ...]], addresses: Iterable[int]) -> dict[str, Any]:
     """The buffers of a program as arrays, at the addresses that C has. They keep no memory alive."""
-    arrays = {}
-    for (name, buffer), address in zip(compiled.buffers.items(), addresses, strict=False):
-        dtype = storage(buffer.dtype)
-        nbytes = prod(shapes[name]) * dtype.itemsize
-        data: Any = (c_char * nbytes).from_address(int(address)) if nbytes else None
-        arrays[name] = np.ndarray(shapes[name], dtype, data)
-    return arrays
+    buffers = zip(compiled.buffers.items(), addresses, strict=False)
+    return {name: array_at(int(at), shapes[name], storage(buffer.dtype)) for (name, buffer), at in buffers}
 
 
 def _take_times(run: Run, times: Times) -> None:

@@ -145,11 +145,7 @@ class Run(Dispatch):
         held = self.held_entry.pop(key)
         for i in held:
             self.blockers[i] -= 1
-        self.start_ops([i for i in held if self.blockers[i] == 0])
-        if self.unfinished == 0 and not self.finished:  # messages without rows are done at once
-            self.finish()
-        else:
-            self.end_for_program()
+        self.go_on([i for i in held if self.blockers[i] == 0])
 
     # -- marks: the collectives of the library have no tags. So a marked call sends a token round the ring before them
     def _exchange_tokens(self) -> None:

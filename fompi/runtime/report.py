@@ -50,14 +50,7 @@ from fompi.runtime.program import Run
 from fompi.runtime.report_text import full_text, overlap_warnings, short_text, text
 from fompi.runtime.steps import Steps
 from fompi.traces import clocks
-from fompi.traces.proof import (
-    NOT_OVERLAPPING,
-    Proof,
-    RankDependencies,
-    Wait,
-    prove,
-    total,
-)
+from fompi.traces.proof import NOT_OVERLAPPING, Proof, RankDependencies, Wait, prove, total
 from fompi.traces.trace import Interval, Trace, merge
 
 MOST_OPERATIONS = 64
@@ -113,21 +106,17 @@ class Calls:
         def median_of(name: str) -> float:
             return float(median(getattr(proof, name) for proof in self.proofs))
 
+        names = ("wall", "kernels", "communication", "tail", "elsewhere", "kernels_elsewhere")
         return Proof(
             title=self.compiled.title,
             rank=self.comm.rank,
             schedule=self.compiled.plan.schedule,
-            wall=median_of("wall"),
-            kernels=median_of("kernels"),
-            communication=median_of("communication"),
-            tail=median_of("tail"),
             nbytes=int(median_of("nbytes")),
             waits=tuple(wait._replace(seconds=wait.seconds / self.calls) for wait in self.waits),
             compute_alone=self.compute_alone,
             messages_alone=self.messages_alone,
             progress=self.comm.engine.progress_mode,
-            elsewhere=median_of("elsewhere"),
-            kernels_elsewhere=median_of("kernels_elsewhere"),
+            **{name: median_of(name) for name in names},
         )
 
     def flops(self) -> int | None:
