@@ -329,7 +329,9 @@ class Pending:
             report.note(run, trace, self.extents, self._backend, None, self._returned_at, outputs=self._outputs)
 
     def _note_in_c(self, recording: list[Trace] | None, times: Times) -> None:
-        """C has finished the call."""
+        """C has finished the call, perhaps before `Ticket.run` has said which one it is."""
+        assert self._ticket is not None
+        self._stamp = self._stamp or self._ticket.last_stamp
         self._traced_in_c(times)
         assert self._run is not None
         self._note(recording, self._run)

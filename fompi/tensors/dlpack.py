@@ -265,10 +265,10 @@ def _borrow_torch(x: Any, name: str) -> Tensor:
         raise TensorError(f"{name} requires grad, but its memory carries no gradient: pass {name}.detach()")
     if in_forward_mode(x):
         raise TensorError(f"{name} has a forward-mode tangent, but its memory carries none")
-    if x.layout is torch.strided and x.numel() and not _has_memory(x):
-        raise TensorError(f"{name} has no memory: its storage was freed or cut, as by untyped_storage().resize_(0)")
     if x.is_cuda:
         return replace(_borrow_capsule(x.detach() if x.requires_grad else x, name, "torch"), owner=x, at=x.data_ptr())
+    if x.layout is torch.strided and x.numel() and not _has_memory(x):
+        raise TensorError(f"{name} has no memory: its storage was freed or cut, as by untyped_storage().resize_(0)")
     try:
         carrier = CARRIERS.get(dtype)
         array = _array_of_torch(torch, x.view(getattr(torch, carrier)) if carrier else x)
