@@ -72,6 +72,8 @@ class BoundCall:
         given = dict(named) | ({} if out is None else {"out": out})
         self._places = dlpack.places(given)
         self._out_place = dlpack.places({} if arguments.out is None else {"out": arguments.out})
+        self._versioned = dlpack.versioned([arguments.out])
+        self._copied: tuple[Any, Any] | None = None  # out, and the result that is copied there, as rows of elements
         self.executor: Executor = bind(plan, comm=communicator, **self._all_rows_first(given))
         if call_options.certify:
             self._is_plain = False
@@ -120,6 +122,7 @@ class BoundCall:
     def close(self) -> None:
         """Give the memory back. Waits for a call in flight."""
         self.executor.close()
+        self._copied = None
         if self._certificate is not None:
             self._certificate.close()
 
@@ -161,10 +164,13 @@ class BoundCall:
         if self._certificate is not None:
             self._error = self._certificate.error(results)
         if local.in_place and self._out is arguments.out:
-            has_moved = dlpack.moved(self._out_place)
-            place = dlpack.borrow(arguments.out, "out").array if has_moved else local.arrays["x"]
-            np.copyto(place.reshape(-1), dlpack.borrow(results, "y").array.reshape(-1))
-            dlpack.mark_written(arguments.out)
+            if self._copied is None:
+                self._copied = local.arrays["x"].reshape(-1), dlpack.borrow(results, "y").array.reshape(-1)
+            x, y = self._copied
+            if self._out_place and dlpack.moved(self._out_place):
+                x = dlpack.borrow(arguments.out, "out").array.reshape(-1)
+            np.copyto(x, y)
+            dlpack.mark_all_written(self._versioned)
         if self._out is not None:
             return self._out
         named = {}

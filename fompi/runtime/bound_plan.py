@@ -117,13 +117,17 @@ class BoundPlan:
         written = [*zip(self._names, self._results, strict=False)]
         written += [(name, self._tensors[name].owner) for name in self._names if name in self._tensors]
         self._written = [(name, x) for name, x in written if dlpack.versioned([x])]
-        self._result_places = dlpack.places(dict(zip(self._names, self._results, strict=False)))
+        self._all_written = [x for _, x in self._written]
+        self._lent_places = dlpack.places(dict(zip(self._names, self._results, strict=False)))
+        self._may_move = bool(self._places or self._lent_places)
 
     def _moved(self) -> dict[str, Any]:
         """The bound tensors that have other memory by now: a call takes them as tensors of its own."""
-        if dlpack.moved(self._result_places):  # one that the program has got is elsewhere
-            self._lend_results()
-        return dlpack.moved(self._places)
+        for lent in self._lent_places:
+            if lent.data_ptr() != lent.at:
+                self._lend_results()
+                break
+        return dlpack.moved(self._places) if self._places else {}
 
     def _given(self, tensors: Mapping[str, Any], is_whole: bool) -> Given:
         """The memory of a call on these tensors. `is_whole`: all inputs are ready when it starts.

@@ -103,7 +103,7 @@ class Executor(BoundPlan):
     def __call__(self, counts: Any = None, label: int | str | None = None, out: Any = None, **tensors: Any) -> Any:
         """Run one call and return its result, as `wait` does."""
         is_bare = not tensors and out is None and label is None and counts is None
-        if is_bare and not self._moved() and self._begins_in_c():
+        if is_bare and not (self._may_move and self._moved()) and self._begins_in_c():
             return self._results_in_c() if self._run is None else self.wait()
         self._start((), counts, label, awaited=True, tensors=tensors if out is None else {**tensors, "y": out})
         return self.wait()
@@ -262,8 +262,10 @@ class Executor(BoundPlan):
 
     def _mark_written(self, given: Given | None) -> None:
         """Tell torch which of its tensors a call writes."""
-        dlpack.mark_all_written([x for name, x in self._written if given is None or name not in given.outputs])
-        if given is not None:
+        if given is None:
+            dlpack.mark_all_written(self._all_written)
+        else:
+            dlpack.mark_all_written([x for name, x in self._written if name not in given.outputs])
             for name in given.outputs:
                 dlpack.mark_written(given.owners[name])
 
@@ -337,7 +339,7 @@ class Executor(BoundPlan):
             self._await(patient=True)
         if sizes is not self._sizes and sizes != self._sizes:
             self._use(sizes)
-        if given is None and (moved := self._moved()):
+        if given is None and self._may_move and (moved := self._moved()):
             tensors = {**moved, **(tensors or {})}
         if tensors:
             try:

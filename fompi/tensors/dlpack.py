@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -190,30 +190,43 @@ def versioned(tensors: Iterable[Any]) -> list[Any]:
 
 def mark_all_written(tensors: Sequence[Any]) -> None:
     """The same for tensors that `versioned` has returned."""
-    for x in tensors:
-        sys.modules["torch"].autograd.graph.increment_version(x)
+    if tensors:
+        sys.modules["torch"].autograd.graph.increment_version(tensors)
 
 
-Places = Sequence[tuple[str, Any, int, Any, bool]]
-"""Tensors of torch by name, with the address, the shape and the order of their elements."""
+class Place(NamedTuple):
+    """Where a tensor of torch was, and how many elements it had in which order. Its methods are looked up once."""
+
+    name: str
+    x: Any
+    data_ptr: Callable[[], int]
+    at: int
+    numel: Callable[[], int]
+    elements: int
+    is_contiguous: Callable[[], bool]
+    was_contiguous: bool
 
 
-def places(tensors: Mapping[str, Any]) -> Places:
+def places(tensors: Mapping[str, Any]) -> Sequence[Place]:
     """Where the tensors of torch are now, for `moved`. Those of other frameworks stay where they are."""
     of_torch = [(name, x) for name, x in tensors.items() if _family(type(x)) == "torch"]
-    return [(name, x, x.data_ptr(), x.shape, x.is_contiguous()) for name, x in of_torch]
+    return [
+        Place(name, x, x.data_ptr, x.data_ptr(), x.numel, x.numel(), x.is_contiguous, x.is_contiguous())
+        for name, x in of_torch
+    ]
 
 
-def moved(known: Places) -> dict[str, Any]:
-    """The tensors that are elsewhere now, by name, or have another shape or order of elements.
+def moved(known: Sequence[Place]) -> dict[str, Any]:
+    """The tensors that are elsewhere now, by name, or have another number or order of elements.
 
     torch gives a tensor other memory in place, and frees the memory before: `resize_`, `set_`, `share_memory_` (also
     where a tensor goes through a queue of `torch.multiprocessing`), and FSDP by `untyped_storage().resize_`.
     """
-    return {
-        name: x for name, x, at, shape, is_contiguous in known
-        if x.data_ptr() != at or x.shape != shape or x.is_contiguous() != is_contiguous
-    }  # fmt: skip
+    found = {}
+    for name, x, data_ptr, at, numel, elements, is_contiguous, was_contiguous in known:
+        if data_ptr() != at or numel() != elements or is_contiguous() != was_contiguous:
+            found[name] = x
+    return found
 
 
 def framework_of(x: Any) -> str:
@@ -363,6 +376,8 @@ def in_forward_mode(x: Any) -> bool:
 def _has_memory(x: Any) -> bool:
     """False if the storage of a tensor of torch ends before its last element. True if it has no storage at all."""
     try:
+        if not x.storage_offset() and x.untyped_storage().nbytes() >= x.nbytes:
+            return True
         last = sum([(n - 1) * abs(stride) for n, stride in zip(x.shape, x.stride(), strict=True)])
         return bool(x.untyped_storage().nbytes() >= (x.storage_offset() + last + 1) * x.element_size())
     except (RuntimeError, NotImplementedError):
