@@ -194,7 +194,7 @@ def mark_all_written(tensors: Sequence[Any]) -> None:
         sys.modules["torch"].autograd.graph.increment_version(tensors)
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a tensor of torch was, and how many elements it had in which order. Its methods are looked up once."""
 
     name: str
@@ -207,16 +207,16 @@ class Place(NamedTuple):
     was_contiguous: bool
 
 
-def places(tensors: Mapping[str, Any]) -> Sequence[Place]:
+def places(tensors: Mapping[str, Any]) -> Sequence[TensorPlace]:
     """Where the tensors of torch are now, for `moved`. Those of other frameworks stay where they are."""
     of_torch = [(name, x) for name, x in tensors.items() if _family(type(x)) == "torch"]
     return [
-        Place(name, x, x.data_ptr, x.data_ptr(), x.numel, x.numel(), x.is_contiguous, x.is_contiguous())
+        TensorPlace(name, x, x.data_ptr, x.data_ptr(), x.numel, x.numel(), x.is_contiguous, x.is_contiguous())
         for name, x in of_torch
     ]
 
 
-def moved(known: Sequence[Place]) -> dict[str, Any]:
+def moved(known: Sequence[TensorPlace]) -> dict[str, Any]:
     """The tensors that are elsewhere now, by name, or have another number or order of elements.
 
     torch gives a tensor other memory in place, and frees the memory before: `resize_`, `set_`, `share_memory_` (also

@@ -73,7 +73,7 @@ class ZeroDataParallel(Wrapper):
         self.parallel = DataParallel(named, optimizer=optimizer, comm=self.comm, zero=zero, **options)
         self._handles: dict[str, Any] = {}
         self._names: dict[int, str] = {}
-        self._places: dict[str, Sequence[dlpack.Place]] = {}  # of the parameters as views of their buckets
+        self._places: dict[str, Sequence[dlpack.TensorPlace]] = {}  # of the parameters as views of their buckets
         self._late: set[str] = set()  # those that nobody has waited for since the last step
         with torch.no_grad():
             for name, parameter in named.items():
