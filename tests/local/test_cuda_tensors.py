@@ -149,7 +149,7 @@ def test_tensors_of_torch_jax_and_numba(device, monkeypatch):
     }
     monkeypatch.setattr(dlpack, "_module", modules.__getitem__)
     options = {"dtype": "torch.float32", "requires_grad": False, "is_cuda": True, "is_deleted": lambda self: False}
-    options["data_ptr"] = lambda self: array.ptr
+    options["data_ptr"] = lambda self: 1 << 12
     for module, name in (("torch", "Tensor"), ("jaxlib._jax", "ArrayImpl")):
         kind = type(name, (Producer,), {"__module__": module, **options})
         x = kind(array)
