@@ -87,7 +87,7 @@ _ROWS_BITS, HINT_BITS, SIGNATURE_BITS = 34, 7, 22
 VALUE_BITS = _ROWS_BITS
 """`agree` sends its value in place of the rows."""
 
-_DESCRIPTION_NBYTES, _ALL_DESCRIPTIONS_NBYTES = 1 << 20, 1 << 28
+_DESCRIPTION_NBYTES, _ALL_DESCRIPTIONS_NBYTES = 1 << 17, 1 << 25
 """The room for a description, which is compressed, and for those of all ranks. Hardly any of it is touched."""
 
 REFUSED = -1
