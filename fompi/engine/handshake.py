@@ -87,7 +87,7 @@ _ROWS_BITS, HINT_BITS, SIGNATURE_BITS = 34, 7, 22
 VALUE_BITS = _ROWS_BITS
 """`agree` sends its value in place of the rows."""
 
-_DESCRIPTION_NBYTES, _ALL_DESCRIPTIONS_NBYTES = 1 << 17, 1 << 25
+_DESCRIPTION_NBYTES, _ALL_DESCRIPTIONS_NBYTES = 1 << 18, 1 << 26
 """The room for a description, which is compressed, and for those of all ranks. Hardly any of it is touched."""
 
 REFUSED = -1
@@ -406,6 +406,7 @@ class Agreement(Task):
         """End with an error that quotes the descriptions of all ranks, or says in what they differ."""
         nbytes = len(self._inbox) // self.comm.size
         packets = [self._inbox[at : at + nbytes] for at in range(0, len(self._inbox), nbytes)]
+        self._inbox = bytearray()  # the error keeps this agreement alive
         texts = [zlib.decompressobj().decompress(packet[1:]).decode(errors="replace") for packet in packets]
         calls = in_what_they_differ(texts, [bool(packet[0]) for packet in packets])
         what = f"call {self.stamp} of {self.comm.name}: {calls}"
