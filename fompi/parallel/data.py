@@ -623,7 +623,7 @@ class DataParallel:
             for term in self._squares():
                 square = square + (float(term.sum()) if place(term) is None else term.sum())
         flags = np.array([name in self._used for name in self._index], np.float64)
-        if place(square) is None:
+        if place(square) is None and not self.feedback:
             own = np.atleast_1d(np.asarray(square))
             total = all_reduce(np.concatenate([own, flags]), comm=self._sums, schedule=same_bits(self._sums))
             summed, flags = total[: len(own)].copy(), total[len(own) :]
