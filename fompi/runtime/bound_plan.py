@@ -119,15 +119,14 @@ class BoundPlan:
         self._written = [(name, x) for name, x in written if dlpack.versioned([x])]
         self._all_written = [x for _, x in self._written]
         self._lent_places = dlpack.places(dict(zip(self._names, self._results, strict=False)))
-        self._may_move = bool(self._places or self._lent_places)
+        self._seen = [pair for place in self._places for pair in place.seen]
+        self._seen += [place.seen[0] for place in self._lent_places]  # the address
 
     def _moved(self) -> dict[str, Any]:
         """The bound tensors that have other memory by now: a call takes them as tensors of its own."""
-        for lent in self._lent_places:
-            if lent.data_ptr() != lent.at:
-                self._lend_results()
-                break
-        return dlpack.moved(self._places) if self._places else {}
+        if dlpack.moved(self._lent_places):
+            self._lend_results()
+        return dlpack.moved(self._places)
 
     def _given(self, tensors: Mapping[str, Any], is_whole: bool) -> Given:
         """The memory of a call on these tensors. `is_whole`: all inputs are ready when it starts.

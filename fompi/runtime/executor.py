@@ -39,7 +39,7 @@ from fompi.runtime.native_run import (
 )
 from fompi.runtime.program import Run, enter
 from fompi.tensors import dlpack
-from fompi.tensors.dlpack import Tensor
+from fompi.tensors.dlpack import Tensor, has_moved
 from fompi.traces.drift import Drift
 from fompi.traces.proof import Proof
 from fompi.traces.trace import Trace
@@ -103,7 +103,7 @@ class Executor(BoundPlan):
     def __call__(self, counts: Any = None, label: int | str | None = None, out: Any = None, **tensors: Any) -> Any:
         """Run one call and return its result, as `wait` does."""
         is_bare = not tensors and out is None and label is None and counts is None
-        if is_bare and not (self._may_move and self._moved()) and self._begins_in_c():
+        if is_bare and not has_moved(self._seen) and self._begins_in_c():
             return self._results_in_c() if self._run is None else self.wait()
         self._start((), counts, label, awaited=True, tensors=tensors if out is None else {**tensors, "y": out})
         return self.wait()
@@ -339,8 +339,8 @@ class Executor(BoundPlan):
             self._await(patient=True)
         if sizes is not self._sizes and sizes != self._sizes:
             self._use(sizes)
-        if given is None and self._may_move and (moved := self._moved()):
-            tensors = {**moved, **(tensors or {})}
+        if given is None and has_moved(self._seen):
+            tensors = {**self._moved(), **(tensors or {})}
         if tensors:
             try:
                 given = self._given(tensors, is_whole=not partial)

@@ -195,25 +195,26 @@ def mark_all_written(tensors: Sequence[Any]) -> None:
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor of torch was, and how many elements it had in which order. Its methods are looked up once."""
+    """Where a tensor of torch was, and how many elements it had in which order: methods, and what they returned."""
 
     name: str
     x: Any
-    data_ptr: Callable[[], int]
-    at: int
-    numel: Callable[[], int]
-    elements: int
-    is_contiguous: Callable[[], bool]
-    was_contiguous: bool
+    seen: Sequence[tuple[Callable[[], Any], Any]]
 
 
 def places(tensors: Mapping[str, Any]) -> Sequence[TensorPlace]:
     """Where the tensors of torch are now, for `moved`. Those of other frameworks stay where they are."""
     of_torch = [(name, x) for name, x in tensors.items() if _family(type(x)) == "torch"]
-    return [
-        TensorPlace(name, x, x.data_ptr, x.data_ptr(), x.numel, x.numel(), x.is_contiguous, x.is_contiguous())
-        for name, x in of_torch
-    ]
+    asked = [(name, x, (x.data_ptr, x.numel, x.is_contiguous)) for name, x in of_torch]
+    return [TensorPlace(name, x, [(method, method()) for method in methods]) for name, x, methods in asked]
+
+
+def has_moved(seen: Sequence[tuple[Callable[[], Any], Any]]) -> bool:
+    """True if a tensor of these places has moved. One call per method, because a bound call asks each time."""
+    for method, value in seen:  # noqa: SIM110 (a generator takes three times as long)
+        if method() != value:
+            return True
+    return False
 
 
 def moved(known: Sequence[TensorPlace]) -> dict[str, Any]:
@@ -222,11 +223,7 @@ def moved(known: Sequence[TensorPlace]) -> dict[str, Any]:
     torch gives a tensor other memory in place, and frees the memory before: `resize_`, `set_`, `share_memory_` (also
     where a tensor goes through a queue of `torch.multiprocessing`), and FSDP by `untyped_storage().resize_`.
     """
-    found = {}
-    for name, x, data_ptr, at, numel, elements, is_contiguous, was_contiguous in known:
-        if data_ptr() != at or numel() != elements or is_contiguous() != was_contiguous:
-            found[name] = x
-    return found
+    return {place.name: place.x for place in known if has_moved(place.seen)}
 
 
 def framework_of(x: Any) -> str:
