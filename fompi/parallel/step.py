@@ -44,6 +44,14 @@ def _write(out: Array, value: Array, what: str) -> None:
     out[...] = value
 
 
+def _write_gradient(number: int, layer: Any, out: Array, dx: Array | None) -> None:
+    """Write the gradient of the input of a layer. None: the layer does not read it, as the first one may do."""
+    if dx is None and number and not layer.residual:
+        words = "so those before it have no gradients, but a step would give them zeros, with which weights decay"
+        raise PlanError(f"layer {number} does not read its input, {words}: add 0 * x to its output if that is right")
+    _write(out, np.zeros_like(out) if dx is None else dx, f"layer {number}: the gradient of its input")
+
+
 class TrainingStep:
     """losses = loss of all layers; parameters -= the update of the sum of their gradients over all micro-batches
 
@@ -303,7 +311,7 @@ class TrainingStep:
         layer, parts = self.layers[number], self._parts(number)
         weights = self._weights(number, rest[:parts])
         dx, gradients = layer.backward(weights, self._saved.pop(args), dy)
-        _write(writes[0], dx, f"layer {number}.backward")
+        _write_gradient(number, layer, writes[0], dx)
         if layer.residual and place == self.t:
             writes[0][...] += dy
         self._add(number, gradients, writes[1:], len(rest) > parts)
@@ -349,7 +357,7 @@ class TrainingStep:
         layer, parts = self.layers[args[0]], self._parts(args[0])
         saved, dqkv = self._saved.pop(("qkv", *args)), self._local.pop(("dqkv", *args))
         dx, gradients = layer.qkv_backward(self._weights(args[0], rest[:parts]), saved, dqkv)
-        _write(writes[0], dx, f"layer {args[0]}.qkv_backward")
+        _write_gradient(args[0], layer, writes[0], dx)
         if layer.residual and args[2] == self.t:
             writes[0][...] += dy
         self._add(args[0], gradients, writes[1:], len(rest) > parts)

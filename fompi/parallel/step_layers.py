@@ -29,7 +29,7 @@ class Layer(Protocol):
         """(the term of this rank, what the backward needs)."""
 
     def backward(self, weights: Sequence[Array], saved: Any, dy: Array) -> tuple[Array, Gradients]:
-        """(the term of the gradient of x, the gradients of the weights)."""
+        """(the term of the gradient of x, the gradients of the weights). The first layer may have None of x."""
 
 
 class AttentionLayer(Protocol):

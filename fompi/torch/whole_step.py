@@ -68,9 +68,12 @@ def _leaf(x: Any) -> torch.Tensor:
 
 
 def _pull(recorded: Recorded, gradients: Arrays, also: Sequence[torch.Tensor] = ()) -> list[Any]:
-    """The gradients of the leaves and of these parameters."""
-    given = [g if isinstance(g, torch.Tensor) else torch.from_numpy(g) for g in gradients]
-    return [*torch.autograd.grad(recorded.outputs, [*recorded.leaves, *also], given, allow_unused=True)]
+    """The gradients of the leaves and of these parameters. None: no output that has a gradient depends on it."""
+    pairs = [(y, g) for y, g in zip(recorded.outputs, gradients, strict=True) if y.requires_grad and g is not None]
+    given = [g if isinstance(g, torch.Tensor) else torch.from_numpy(g) for _, g in pairs]
+    wanted = [*recorded.leaves, *also]
+    found = pairs and torch.autograd.grad([y for y, _ in pairs], wanted, given, allow_unused=True)
+    return [*found] or [None] * len(wanted)
 
 
 def _loss(loss: Callable[[torch.Tensor, Any], torch.Tensor]) -> Callable[[Any, Any], tuple[Any, Any]]:

@@ -151,6 +151,58 @@ def test_a_parameter_that_is_not_used_and_a_step_that_fails(world):
     assert torch.equal(net.unused, torch.ones(3))
 
 
+class Unread(torch.nn.Module):
+    """It reads its input only in a product by which nothing is differentiated."""
+
+    def __init__(self, kind="rows", residual=False):
+        super().__init__()
+        self.kind, self.residual = kind, residual
+        self.into, self.out = torch.nn.Linear(FEATURES, FEATURES), torch.nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x):
+        return self.out(x.detach())
+
+    qkv = property(lambda self: self.into)
+    output = property(lambda self: self.out)
+
+    def attention(self, qkv):
+        return [torch.ones_like(each) for each in qkv]
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("kind", ["rows", "attention"])
+def test_a_layer_without_a_gradient_of_its_input(world, kind, residual):
+    """Right for the first one, and with a residual. Else those before it would get zeros, where torch has None."""
+    x, made, options = torch.randn(1, ROWS, FEATURES), {}, {"lr": 0.1, "weight_decay": 0.5}
+    how = {"microbatches": 1, "shape": (ROWS, FEATURES), "comm": world, "layers": 2, "mesh": {"dp": world.size}}
+    how |= {"loss": lambda y, t: (y - t).square().sum(), "optimizer": fompi.parallel.data.AdamW(**options)}
+    how["dtype"] = str(x.dtype).removeprefix("torch.")
+
+    def make(number):
+        torch.manual_seed(number)
+        made[number] = Unread(kind, residual) if number == first else Mlp()
+        return made[number]
+
+    for first in (0, 1):
+        with fompi.torch.TrainingStep(make, **how) as step:
+            alone = copy.deepcopy([made[0], made[1]])
+            if first == 1 and not residual:
+                with pytest.raises((fompi.PlanError, fompi.PeerError), match="layer 1 does not read its input"):
+                    step(x, x)
+                continue
+            step(x, x)
+            step.write_back()
+        y = x[0]
+        for layer in alone:
+            z = layer.out(torch.ones_like(y)) if isinstance(layer, Unread) and kind == "attention" else layer(y)
+            y = y + z if layer.residual else z
+        (y - x[0]).square().sum().mul(world.size).backward()
+        torch.optim.AdamW([p for layer in alone for p in layer.parameters()], **options).step()
+        for number in (0, 1):
+            for p, q in zip(made[number].parameters(), alone[number].parameters(), strict=True):
+                torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("spoil", [lambda p: p.requires_grad_(False), lambda p: setattr(p, "data", p.data.bfloat16())])
 def test_parameters_that_a_step_cannot_have(world, spoil):
     def make(_):
