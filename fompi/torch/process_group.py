@@ -112,7 +112,8 @@ def reduction(op: Any, x: Tensor, size: int) -> Reduction:
             return Reduction(of_bool) if is_bool and of_bool else Reduction(words=known.name, fold=fold)
     if op == _R.AVG:
         if is_integer:
-            return Reduction(words="AVG", after=lambda y: y.div(size, rounding_mode="trunc"))
+            wide = partial(torch.Tensor.to, dtype=torch.int64)  # the sum need not fit where the mean does
+            return Reduction(words="AVG", before=wide, after=lambda y: y.div(size, rounding_mode="trunc"))
         return Reduction("mean")
     if op == _R.PREMUL_SUM:
         return Reduction(words="PREMUL_SUM", before=lambda x: x * private.factor_of(op))

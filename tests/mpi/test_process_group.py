@@ -700,6 +700,17 @@ def test_distributed_data_parallel(rank, size, data, options):
     assert_equal(train(step_on_rows(net, *data, rank, size), list(net.parameters())), alone(model(4), *data))
 
 
+@pytest.mark.parametrize(("dtype", "number"), [("int8", 100), ("uint8", 200), ("int32", 2**31 - 9)])
+def test_a_mean_of_integers_whose_sum_does_not_fit(size, dtype, number):
+    for _ in range(2):
+        x = torch.full((3,), number, dtype=getattr(torch, dtype))
+        dist.all_reduce(x, R.AVG)
+        assert x.tolist() == [number] * 3 and x.dtype == getattr(torch, dtype)
+    part = torch.empty_like(x)
+    dist.reduce_scatter_tensor(part, x.repeat(size), R.AVG)
+    assert part.tolist() == [number] * 3
+
+
 def test_sums_in_an_order(rank, size):
     """In the `with` block, for calls that were made before and not; outside it nothing has changed."""
     terms = [torch.from_numpy(np.random.default_rng(r).standard_normal(3000).astype("f4")) for r in range(size)]
