@@ -195,7 +195,7 @@ def mark_all_written(tensors: Sequence[Any]) -> None:
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor of torch was, and how many elements it had in which order: methods, and what they returned."""
+    """Where a tensor of torch was, its shape, and the order of its elements: methods, and what they returned."""
 
     name: str
     x: Any
@@ -205,7 +205,7 @@ class TensorPlace(NamedTuple):
 def places(tensors: Mapping[str, Any]) -> Sequence[TensorPlace]:
     """Where the tensors of torch are now, for `moved`. Those of other frameworks stay where they are."""
     of_torch = [(name, x) for name, x in tensors.items() if _family(type(x)) == "torch"]
-    asked = [(name, x, (x.data_ptr, x.numel, x.is_contiguous)) for name, x in of_torch]
+    asked = [(name, x, (x.data_ptr, x.size, x.is_contiguous)) for name, x in of_torch]
     return [TensorPlace(name, x, [(method, method()) for method in methods]) for name, x, methods in asked]
 
 
@@ -218,7 +218,7 @@ def has_moved(seen: Sequence[tuple[Callable[[], Any], Any]]) -> bool:
 
 
 def moved(known: Sequence[TensorPlace]) -> dict[str, Any]:
-    """The tensors that are elsewhere now, by name, or have another number or order of elements.
+    """The tensors that are elsewhere now, by name, or have another shape or order of elements.
 
     torch gives a tensor other memory in place, and frees the memory before: `resize_`, `set_`, `share_memory_` (also
     where a tensor goes through a queue of `torch.multiprocessing`), and FSDP by `untyped_storage().resize_`.

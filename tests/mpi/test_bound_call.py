@@ -225,7 +225,7 @@ def test_memory_that_torch_moves(world, how, move):
     assert dust
 
 
-@pytest.mark.parametrize("change", ["resize_", "t_", "freed"])
+@pytest.mark.parametrize("change", ["resize_", "as many elements", "one dimension more", "t_", "freed"])
 def test_a_bound_tensor_of_another_shape_is_refused(world, change):
     """On all ranks, if only one of them has it."""
     torch = pytest.importorskip("torch")
@@ -237,6 +237,8 @@ def test_a_bound_tensor_of_another_shape_is_refused(world, change):
             kept = x.clone()
             {
                 "resize_": lambda: x.resize_(64, 64),
+                "as many elements": lambda: x.resize_(2, 8),
+                "one dimension more": lambda: x.unsqueeze_(0),
                 "t_": lambda: x.copy_(torch.arange(16.0).view(4, 4)).t_(),
                 "freed": lambda: x.untyped_storage().resize_(0),
             }[change]()
