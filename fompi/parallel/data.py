@@ -33,6 +33,7 @@ from fompi.base.errors import (
     DtypeError,
     FompiError,
     LayoutError,
+    MismatchError,
     ShapeError,
     StateError,
     TensorError,
@@ -229,7 +230,8 @@ class DataParallel:
         self._at = 0 if zero == 3 else len(self._cycle)  # the next gather is that of bucket _cycle[_at]
         self._gathered = 0  # gathers started
         self._next = last  # the next bucket that leaves
-        self._is_syncing, self._used, self._steps = True, set[str](), 0
+        self.is_syncing, self._used, self._steps = True, set[str](), 0
+        self.forwards = self._answered = 0  # of this step, as a wrapper counts them; and before its last gradient
         self._over = self._known  # the axes of the last step
         self._owed: list[Exception] = []  # errors of first steps, of which axes that are not known yet must hear
         self._agreed = False  # a step has come to its update
@@ -384,11 +386,11 @@ class DataParallel:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients are only accumulated inside. With zero=3: one micro-batch in each `with` block."""
-        outer, self._is_syncing = self._is_syncing, False
+        outer, self.is_syncing = self.is_syncing, False
         try:
             yield
         finally:
-            self._is_syncing = outer
+            self.is_syncing = outer
         if self.zero == 3:
             self._end_cycle()
 
@@ -409,6 +411,7 @@ class DataParallel:
     def _add(self, bucket: Bucket, name: str, array: Array | None) -> None:
         """Add a gradient to that of the bucket, and let the buckets leave that are complete."""
         a, b = bucket.spans[name]
+        self._answered = self.forwards
         if array is not None:
             self._used.add(name)
         if bucket.leaves is not None:
@@ -419,7 +422,7 @@ class DataParallel:
                 bucket.gradient = filled(bucket.size, bucket.wide, 0, array)
             into = bucket.gradient[a:b].reshape(array.shape)
             np.add(into, array, out=into)
-        if self._is_syncing:
+        if self.is_syncing:
             bucket.missing[name] -= 1
             if not bucket.missing[name]:
                 del bucket.missing[name]
@@ -427,7 +430,7 @@ class DataParallel:
 
     def _fitting(self, bucket: Bucket, name: str, gradient: Any) -> Array | None:
         """The gradient as an array that can be added, if any. Raises the error with which this rank refuses it."""
-        if bucket.sum is not None or bucket.total is not None or (self._is_syncing and name not in bucket.missing):
+        if bucket.sum is not None or bucket.total is not None or (self.is_syncing and name not in bucket.missing):
             raise StateError(
                 f"the gradient of {name!r} was announced {'twice' if self.microbatches == 1 else 'too often'} before "
                 f"step() on rank {self.comm.rank}: add the terms first, announce all but the last inside no_sync(), or "
@@ -510,7 +513,7 @@ class DataParallel:
             self._fail(error)
         self._end_cycle()
         begun = perf_counter()
-        agree_everywhere(alike, None, self._restart)
+        agree_everywhere(alike, None, self._restart, self._answered)
         self._agreed = True
         self.waited += perf_counter() - begun
         gathered = self._gathered
@@ -721,6 +724,7 @@ class DataParallel:
             elif bucket.gradient is not None:
                 bucket.gradient.fill(0)
         self._used, self._next, self._steps = set(), len(self.buckets) - 1, self._steps + 1
+        self.forwards = self._answered = 0
 
     # ---------------------------------------------------------------------------------------- saved, and loaded
     def state_dict(self, *, parameters: bool = True, rank0_only: bool = False) -> dict[str, Any]:
@@ -894,15 +898,21 @@ class DataParallel:
 
 
 def agree_everywhere(
-    axes: Sequence[tuple[Communicator, str]], error: Exception | None, forget: Any = lambda: None
+    axes: Sequence[tuple[Communicator, str]],
+    error: Exception | None,
+    forget: Any = lambda: None,
+    forwards: int = 0,
 ) -> None:
     """Raise on all ranks of all axes if one of them has an `error`, or another text than the other ranks of an axis.
 
-    An error on one axis is refused on those after it. `forget` is called before an error is raised.
+    So they do if ranks have run other numbers of `forwards`; 0 is any. An error on one axis is refused on those after
+    it. `forget` is called before an error is raised.
     """
     for axis, text in axes:
         try:
-            agree(axis, text, error)
+            if len({*(counts := agree(axis, text, error, forwards))} - {0}) > 1:
+                words = f"{text}: its gradients are of forward {[*counts]} since the step before, rank by rank"
+                raise MismatchError(f"{words}: a rank has left out a backward and step(), or has run one forward more")
         except Exception as refused:  # `error` itself may be of any kind
             error = error or refused
     if error is not None:

@@ -90,6 +90,8 @@ class ZeroDataParallel(Wrapper):
             self.refuse_copy()
         if torch.is_grad_enabled() and not self.is_copy and not self._is_looked_at and not self.parallel.closed:
             self._look()
+        if self.training and torch.is_grad_enabled() and self.parallel.is_syncing:
+            self.parallel.forwards += 1
         return self.module(*args, **options)
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -366,6 +367,27 @@ def test_a_forward_without_its_backward_on_one_rank(world, which):
         with pytest.raises(fompi.MismatchError, match=r"forward 1 .*forward 2 |forward 2 .*forward 1 "):
             made[-1 if is_last else 0].sum().backward()
     model.close()
+
+
+@pytest.mark.parametrize("wrapper", ["zero 0", "zero 1", "zero 2", "overlap"])
+def test_a_forward_without_backward_and_step_under_zero(world, wrapper):
+    """Refused once on all ranks. A rank may leave out a backward alone, a forward, or run more of them behind it."""
+    trained, x, is_last = WRAPPERS[wrapper](Net(), world), torch.ones(12, 4), world.rank == world.size - 1
+    trained.step(x)
+    if is_last and world.size > 1:
+        trained.model(x)
+    with pytest.raises(fompi.MismatchError, match=r"forward \[1, 2\]") if world.size > 1 else nullcontext():
+        trained.step(x)
+    trained.step(x)
+    for leaves_out in (
+        lambda: trained.model(x),
+        lambda: None,
+        lambda: (trained.model(x).sum().backward(), trained.model(x)),
+    ):
+        leaves_out() if is_last else trained.model(x).sum().backward()
+        trained.model.step()
+        trained.step(x)
+    trained.model.close()
 
 
 def test_forwards_and_backwards_that_all_ranks_run_alike(world):
