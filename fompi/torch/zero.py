@@ -45,8 +45,9 @@ class ZeroDataParallel(Wrapper):
     What the program writes to parameters between two steps is taken over, also new parameters in the place of others;
     what cannot be is refused (`fompi.torch.parameters`). `optimizer_state_dict` has the whole state of the optimizer.
 
-    Creating one, `step` and `close` are collective. The parameters and buffers of rank 0 are copied to all ranks. The
-    errors are those of `DataParallel` and of `DistributedDataParallel`.
+    Creating one, `step` and `close` are collective. A rank that leaves out a backward and `step()` is refused on all
+    ranks in the next step: its gradients would be those of another batch. The parameters and buffers of rank 0 are
+    copied to all ranks. The errors are those of `DataParallel` and of `DistributedDataParallel`.
     """
 
     def __init__(
