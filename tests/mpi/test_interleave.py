@@ -308,7 +308,7 @@ def test_an_error_before_the_first_call_is_not_one_of_a_later_interleave(world, 
 @pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="there is no other rank")
 @pytest.mark.parametrize("calls", [1, 0])
 def test_errors_one_after_the_other_are_each_of_their_own_interleave(world, calls):
-    """The rank that fails has met no communicator. It begins the next one while the ends of this one are on their way."""
+    """The rank that fails has met no communicator. The ends are on their way as the next one begins."""
     if world.size > 3 and not calls:
         pytest.skip("an error of functions that make no calls may be late there")
     for turn in range(12):
