@@ -837,9 +837,8 @@ FORMS: dict[str, Operation[Any]] = {
 }
 """The collectives of mpi4py that are operations of fompi."""
 
-for _name in ("Barrier", "Scan", "Exscan"):
-    for _word in (_name, f"I{_name.lower()}"):
-        setattr(Comm, _word, _plain(_name, _word))
+for _word in ("Barrier", "Scan", "Exscan", "Ibarrier", "Iscan", "Iexscan"):
+    setattr(Comm, _word, _plain(_word.removeprefix("I").capitalize(), _word))
 for _name, _operation in FORMS.items():
     setattr(Comm, _name, _form(_name, _operation, False))
     setattr(Comm, f"I{_name.lower()}", _form(_name, _operation, True))
