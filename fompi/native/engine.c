@@ -7,8 +7,8 @@
  * another call go on with it. Kernels that are Python's are handed out by `take`, and come back by `ran`.
  *
  * `Library.lock` guards all calls, from `run` until they are finished or exported. It is free while a kernel runs, but for
- * small ones. Nobody waits for it, or for a kernel, with the GIL, and the progress thread never takes the GIL. Python's
- * threads hold the engine's lock of Python, too.
+ * small ones. Nobody waits for it, or for a kernel, with the GIL, nor for the GIL with it, and the progress thread never
+ * takes the GIL. Python's threads hold the engine's lock of Python, too.
  *
  * There is no mpi.h. Functions of MPI are addresses, handles are `intptr_t` (an int of MPICH, a pointer of Open MPI), a
  * request has `request_nbytes` bytes, and a status is memory of STATUS_NBYTES that nobody reads.
@@ -145,11 +145,17 @@ static void lock(Library *mpi) {
 
 static void unlock(Library *mpi) { pthread_mutex_unlock(&mpi->lock); }
 
-static void lock_with_gil(Library *mpi) {
-    if (!pthread_mutex_trylock(&mpi->lock)) return;
-    Py_BEGIN_ALLOW_THREADS
+/* Until `unlock_with_gil` nothing of Python may be used: it may be without the GIL, so that nobody waits for it with the lock. */
+static PyThreadState *lock_with_gil(Library *mpi) {
+    if (!pthread_mutex_trylock(&mpi->lock)) return NULL;
+    PyThreadState *python = PyEval_SaveThread();
     lock(mpi);
-    Py_END_ALLOW_THREADS
+    return python;
+}
+
+static void unlock_with_gil(Library *mpi, PyThreadState *python) {
+    unlock(mpi);
+    if (python) PyEval_RestoreThread(python);
 }
 
 /* Hands the lock to a thread that asks for it, and comes back after that one. Mutexes are not fair: a thread that frees one
@@ -462,8 +468,9 @@ static int drive(Call *c, double seconds, double stall) {
         }
         if (moved) {
             idle = 0;
-            if (seconds > 0 && now() - from < seconds) continue;
-            break;
+            if (seconds <= 0 || now() - from >= seconds) break;
+            let_others(mpi);
+            continue;
         }
         if (seconds <= 0 || mpi->news) break;
         if (mpi->in_flight) go_round(mpi, c);
@@ -721,10 +728,10 @@ static PyObject *library_rest(PyObject *self, PyObject *seconds) {
 static PyObject *library_wake(PyObject *self, PyObject *none) {
     Library *mpi = (Library *)self;
     (void)none;
-    lock_with_gil(mpi);
+    PyThreadState *python = lock_with_gil(mpi);
     mpi->is_woken = 1;
     pthread_cond_signal(&mpi->told);
-    unlock(mpi);
+    unlock_with_gil(mpi, python);
     Py_RETURN_NONE;
 }
 
@@ -745,19 +752,19 @@ static PyObject *library_has_thread(PyObject *self, void *none) {
 static int *library_field(Library *mpi, void *name) { return *(char *)name == 'n' ? &mpi->news : &mpi->is_watched; }
 
 static PyObject *library_get(PyObject *self, void *name) {
-    lock_with_gil((Library *)self);
+    PyThreadState *python = lock_with_gil((Library *)self);
     int value = *library_field((Library *)self, name);
-    unlock((Library *)self);
+    unlock_with_gil((Library *)self, python);
     return PyLong_FromLong(value);
 }
 
 static int library_set(PyObject *self, PyObject *value, void *name) {
     long number = value == NULL ? 0 : PyLong_AsLong(value);
     if (number == -1 && PyErr_Occurred()) return -1;
-    lock_with_gil((Library *)self);
+    PyThreadState *python = lock_with_gil((Library *)self);
     *library_field((Library *)self, name) = (int)number;
     tell((Library *)self);
-    unlock((Library *)self);
+    unlock_with_gil((Library *)self, python);
     return 0;
 }
 
@@ -826,7 +833,7 @@ static int is_op(const Call *c, const Op *o) {
     if (o->kind == CHECK)
         return o->count >= 0 && o->number >= 0 && o->number <= o->divisor && o->divisor > 0 && o->count % o->divisor == 0 &&
                is_inside(c, o, 0, o->count) && is_inside(c, o, 1, o->count);
-    if (o->kind != KERNEL || o->count < 0 || o->count > INT64_MAX / 16) return 0;
+    if (o->kind != KERNEL || o->count < 0 || o->count > INT64_MAX / 32) return 0;
     for (int k = 0; k < 3; k++) {
         int64_t nbytes = kernel_nbytes(o->kernel, o->dtype, o->divisor, o->flags, k, o->count);
         if (nbytes < 0 || !is_inside(c, o, k, nbytes)) return 0;
@@ -943,9 +950,10 @@ static int refuse_if_driven(const Call *c) {
 }
 
 static int refuse_if_unfinished(const Call *c) {
+    if (refuse_if_driven(c)) return 1; /* first: who drives it writes `unfinished` */
     int is_unfinished = __atomic_load_n(&c->is_in_flight, __ATOMIC_ACQUIRE) || c->unfinished; /* in this order */
     if (is_unfinished) PyErr_SetString(PyExc_RuntimeError, "the last call is not finished");
-    return is_unfinished || refuse_if_driven(c);
+    return is_unfinished;
 }
 
 static int refuse_if_unplaced(const Call *c) {
@@ -1028,9 +1036,10 @@ static PyObject *call_run(PyObject *self, PyObject *args) {
 /* These ops wait for one event less. */
 static PyObject *call_release(PyObject *self, PyObject *ops) {
     Call *c = (Call *)self;
-    int32_t *freed, n, is_right = 1;
+    int32_t *freed, n;
     if ((freed = copied(ops, sizeof(int32_t), &n)) == NULL) return NULL;
-    lock_with_gil(c->library);
+    PyThreadState *python = lock_with_gil(c->library);
+    int is_right = c->unfinished > 0; /* it is not exported */
     for (int32_t k = 0; k < n; k++) is_right &= freed[k] >= 0 && freed[k] < c->n_ops && c->blockers[freed[k]] > 0;
     for (int32_t k = 0; is_right && k < n; k++)
         if (--c->blockers[freed[k]] == 0) c->queue[c->tail++] = freed[k];
@@ -1039,7 +1048,7 @@ static PyObject *call_release(PyObject *self, PyObject *ops) {
         settle(c);
         tell(c->library);
     }
-    unlock(c->library);
+    unlock_with_gil(c->library, python);
     free(freed);
     if (is_right) Py_RETURN_NONE;
     PyErr_SetString(PyExc_IndexError, "there is no such op, or it waits for nothing");
@@ -1200,19 +1209,23 @@ static PyObject *call_has_ended(PyObject *self, PyObject *number) {
 static PyObject *call_state(PyObject *self, void *none) {
     Call *c = (Call *)self;
     (void)none;
-    lock_with_gil(c->library);
+    PyThreadState *python = lock_with_gil(c->library);
     int state = state_of(c);
     if (state == GOES_ON && c->n_python) state = HAS_KERNELS;
-    unlock(c->library);
+    unlock_with_gil(c->library, python);
     return PyLong_FromLong(state);
 }
 
 static PyObject *call_times(PyObject *self, PyObject *none) {
     Call *c = (Call *)self;
     (void)none;
-    lock_with_gil(c->library);
-    PyObject *times = PyBytes_FromStringAndSize((char *)c->begun, (Py_ssize_t)(2 * (size_t)c->n_ops * sizeof(double)));
-    unlock(c->library);
+    size_t nbytes = 2 * (size_t)c->n_ops * sizeof(double);
+    PyObject *times = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)nbytes);
+    char *to = times == NULL ? NULL : PyBytes_AsString(times);
+    if (to == NULL) return NULL;
+    PyThreadState *python = lock_with_gil(c->library);
+    memcpy(to, c->begun, nbytes);
+    unlock_with_gil(c->library, python);
     return times;
 }
 
@@ -1225,9 +1238,9 @@ static PyObject *call_moved_at(PyObject *self, void *none) {
 
 static PyObject *call_number(PyObject *self, void *name) {
     Call *c = (Call *)self;
-    lock_with_gil(c->library);
+    PyThreadState *python = lock_with_gil(c->library);
     long value = *(char *)name == 'u' ? c->unfinished : *(char *)name == 'd' ? c->disagrees : c->error;
-    unlock(c->library);
+    unlock_with_gil(c->library, python);
     return PyLong_FromLong(value);
 }
 

@@ -750,22 +750,41 @@ def _nbytes_of(name: str, comm: Comm, args: Sequence[Any], options: Mapping[str,
     return sum(buffer.nbytes) * (size if is_part else 1)
 
 
-def _form(name: str, operation: Operation[Any], immediate: bool) -> Callable[..., Any]:
-    word, prepare = f"I{name.lower()}" if immediate else name, f"_{name.lower()}"
-    native, is_sum = getattr(MPI.Intracomm, word), operation.name in SUMS
-    (at, parts), enter, leave = SIZED.get(name, (MOST_ARGUMENTS, False)), INSIDE.append, INSIDE.pop
+def _by_library(name: str, word: str) -> Callable[[Comm, Any, Any], Any]:
+    """The function `word` of the MPI library. A wait in it, or for it, ends if a rank has left before it."""
+    native, enter, leave = getattr(MPI.Intracomm, word), INSIDE.append, INSIDE.pop
 
     def by_library(self: Comm, args: Any, options: Any) -> Any:
         channel = self.channel
         if channel is not None:
             channel.in_library[0] += 1
-        if immediate:
+        if word != name:
             return OfLibrary.of(native(self, *args, **options), word, channel or self.communicator.channel)
         enter((name, args, channel))
         try:
             return native(self, *args, **options) if options else native(self, *args)
         finally:
             leave()
+
+    return by_library
+
+
+def _plain(name: str, word: str) -> Callable[..., Any]:
+    """The same for what is never an operation. With I in front it waits for no rank, not even the first one of all."""
+    native, by_library = getattr(MPI.Intracomm, word), _by_library(name, word)
+
+    def call(self: Comm, *args: Any, **options: Any) -> Any:
+        is_plain = self.channel is None and word != name
+        return native(self, *args, **options) if is_plain else by_library(self, args, options)
+
+    call.__name__, call.__doc__ = native.__name__, native.__doc__
+    return call
+
+
+def _form(name: str, operation: Operation[Any], immediate: bool) -> Callable[..., Any]:
+    word, prepare = f"I{name.lower()}" if immediate else name, f"_{name.lower()}"
+    native, is_sum = getattr(MPI.Intracomm, word), operation.name in SUMS
+    (at, parts), by_library = SIZED.get(name, (MOST_ARGUMENTS, False)), _by_library(name, word)
 
     def ended(comm: Communicator | None, begun: Any) -> Any:
         """What the call returns: its Request, or nothing once it is finished."""
@@ -818,6 +837,8 @@ FORMS: dict[str, Operation[Any]] = {
 }
 """The collectives of mpi4py that are operations of fompi."""
 
+for _word in ("Barrier", "Scan", "Exscan", "Ibarrier", "Iscan", "Iexscan"):
+    setattr(Comm, _word, _plain(_word.removeprefix("I").capitalize(), _word))
 for _name, _operation in FORMS.items():
     setattr(Comm, _name, _form(_name, _operation, False))
     setattr(Comm, f"I{_name.lower()}", _form(_name, _operation, True))

@@ -283,7 +283,7 @@ time.sleep(30)
     assert ended.seconds < 10
 
 
-@pytest.mark.parametrize("how", ["", ".Wait()", "test", "finalize"])
+@pytest.mark.parametrize("how", ["", ".Wait()", "test", "finalize", "Ibarrier", "Barrier"])
 def test_a_rank_leaves_before_a_collective_of_the_library(launch, how):
     """Long before the deadline: a PeerError, or, where the library waits, the end of the job."""
     ended = launch(
@@ -301,7 +301,9 @@ if rank == 1:
 try:
     if not how:
         comm.Allreduce(x, y)
-    request = comm.Iallreduce(x, y)
+    if how == "Barrier":
+        comm.Barrier()
+    request = comm.Ibarrier() if how == "Ibarrier" else comm.Iallreduce(x, y)
     while how == "test" and not request.Test():
         time.sleep(1e-3)
     request.Wait()
@@ -311,7 +313,7 @@ os._exit(1)
 """,
         timeout=30,
     )
-    word = "Iallreduce" if how else "Allreduce"
+    word = how if how in ("Ibarrier", "Barrier") else "Iallreduce" if how else "Allreduce"
     assert not ended.finished.timed_out and ended.finished.seconds < 25, ended.output
     assert f"for rank 1 to start {word} of the MPI library, but rank 1 has ended" in ended.output
 

@@ -45,3 +45,10 @@ int test(void *request, int *flag, void *status) {
     int at;
     return testsome(1, request, flag, &at, status);
 }
+
+/* Lets functions go on, and waits for some milliseconds: with the GIL, if Python calls it so. */
+void go_on(int milliseconds) {
+    struct timespec t = {0, milliseconds * 1000000L};
+    __atomic_store_n(&holds, 0, __ATOMIC_RELAXED);
+    nanosleep(&t, NULL);
+}

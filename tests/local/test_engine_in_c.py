@@ -5,6 +5,7 @@ Rounds, sleeps and calls of the stand-in are counted: a busy machine makes these
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shutil
@@ -203,10 +204,53 @@ def test_a_thread_that_waits_for_a_call_hands_the_lock_over(mpi):
         driver.join()
 
 
+def test_a_thread_whose_messages_move_hands_the_lock_over(mpi):
+    """It waits for a call, and each poll moves something: no round is idle."""
+    mpi.nanoseconds = 2_000
+    call = mpi.call(*[MESSAGE] * 20_000, dones=[[i + 1] for i in range(19_999)] + [[]])
+    call.run(0, 0.0, 1.0)
+    mpi.done_below = 1
+    driver = Thread(target=call.drive, args=(40.0, 40.0))
+    driver.start()
+    try:
+        assert rounds_until_it_has_the_lock(mpi) <= 1
+    finally:
+        mpi.holds = mpi.nanoseconds = 0
+        driver.join()
+
+
 def test_the_progress_thread_hands_the_lock_over(mpi, thread):
     call = mpi.call(MESSAGE)
     call.run(0, 0.0, 1.0)
     assert [rounds_until_it_has_the_lock(mpi) for _ in range(10)] == [0] * 10
+
+
+ASKS = {
+    "state": lambda mpi, call: call.state,
+    "times": lambda mpi, call: call.times(),
+    "unfinished": lambda mpi, call: call.unfinished,
+    "release": lambda mpi, call: call.release(np.array([1], np.int32)),
+    "watch": lambda mpi, call: setattr(mpi.library, "is_watched", 1),
+    "news": lambda mpi, call: mpi.library.news,
+    "wake": lambda mpi, call: mpi.library.wake(),
+}
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_nobody_waits_for_the_gil_with_the_lock(mpi, thread, compiled, name):
+    """While another thread keeps the GIL, as in a function of another extension, the progress thread polls on."""
+    call = mpi.call(MESSAGE, MESSAGE)
+    call.run(50, 0.0, 1.0, np.array([1], np.int32))
+    mpi.holds = 1
+    assert soon(lambda: mpi.held)
+    asker = Thread(target=ASKS[name], args=(mpi, call))
+    asker.start()
+    sleep(0.02)  # it has let go of the GIL, and waits for the lock
+    tested = mpi.tests
+    ctypes.PyDLL(compiled._name).go_on(300)
+    assert mpi.tests - tested > 20
+    asker.join(10.0)
+    assert not asker.is_alive()
 
 
 def test_many_threads_ask_and_wait(mpi, thread, often):
@@ -451,3 +495,36 @@ def test_a_thread_that_begins_while_another_ends(mpi):
         stopper.join()
         assert mpi.library.has_thread
         mpi.library.stop()
+
+
+def test_an_exported_call_starts_nothing(mpi):
+    """Python goes on with it: what it holds back is no business of C any more."""
+    call = mpi.call(MESSAGE, MESSAGE)
+    assert call.run(MARK, 0.0, 1.0, np.array([0, 1], np.int32)) == GOES_ON
+    call.release(np.array([0], np.int32))
+    mpi.tests_at_mark = -1
+    assert len(call.export()[2]) == 1
+    with pytest.raises(IndexError, match="no such op"):
+        call.release(np.array([1], np.int32))
+    assert mpi.tests_at_mark == -1
+
+
+def test_a_call_that_is_driven_is_refused(mpi):
+    """Another thread writes its counters meanwhile: nothing of them is read."""
+    call = mpi.call(*[MESSAGE] * 50, dones=[[i + 1] for i in range(49)] + [[]])
+    mpi.nanoseconds, mpi.holds = 2_000, 1
+    driver = Thread(target=call.run, args=(0, 20.0, 20.0))
+    driver.start()
+    assert soon(lambda: mpi.held)
+    mpi.holds, mpi.done_below = 0, 1
+    while driver.is_alive():
+        with contextlib.suppress(RuntimeError, ValueError):  # the latter once it is finished
+            call.place(np.zeros(0, np.uint64))
+    driver.join()
+    assert call.state == FINISHED
+
+
+def test_the_bytes_of_a_wire_fit_into_their_number(mpi):
+    encode = {"kind": KERNEL, "kernel": 6, "flags": 1, "count": 2**59 - 1, "buffers": (0, 0, 0)}
+    with pytest.raises(ValueError, match="does not stay inside"):
+        mpi.call(encode)
