@@ -55,11 +55,18 @@ def carried(before: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str,
     return MappingProxyType(kept)
 
 
-def fitting(how: Mapping[str, Any], dtype: str, op: str) -> Mapping[str, Any]:
-    """What a call on elements of `dtype` takes of what its communicator carries: integers travel as they are."""
-    if "wire" not in how or (how["wire"] in WIDE.get(dtype, ()) and op in ("sum", "mean")):
+def fitting(how: Mapping[str, Any], x: Any, op: str) -> Mapping[str, Any]:
+    """What a call on `x` takes of what its communicator carries: integers and maxima travel as they are."""
+    if "wire" not in how or (how["wire"] in WIDE.get(dtype_of(x), ()) and op in ("sum", "mean")):
         return how
     return {name: value for name, value in how.items() if name != "wire"}
+
+
+def dtype_of(x: Any) -> str:
+    """The name of the dtype of a tensor, or of the first one of a list. A tensor that does not say it: float32."""
+    first = x[0] if isinstance(x, (list, tuple)) and x else x
+    dtype = getattr(first, "dtype", "float32")
+    return getattr(dtype, "name", None) or str(dtype).removeprefix("torch.")
 
 
 def in_words(how: Mapping[str, Any]) -> str:

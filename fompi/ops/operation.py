@@ -148,9 +148,7 @@ class Operation(Generic[P]):
     def with_carried(self, args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords of a call on a communicator that carries some: with these, and without it."""
         carrier, x = options["comm"], args[0] if args else options.get("x")
-        first = x[0] if isinstance(x, (list, tuple)) and x else x
-        dtype = str(getattr(first, "dtype", "float32")).removeprefix("torch.")
-        how = fitting(carrier.how, dtype, options.get("op", "sum"))
+        how = fitting(carrier.how, x, options.get("op", "sum"))
         taken = {name: value for name, value in how.items() if name in self._keywords}
         return {**taken, **options, "comm": carrier.plain}
 

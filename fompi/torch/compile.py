@@ -147,8 +147,8 @@ def traced(
 @private.run_by_the_compiler
 def carried_by(comm: Communicator, name: str, dtype: torch.dtype, op: str) -> tuple[tuple[str, Any], ...]:
     """The keywords of a call that its communicator carries, for tensors of this dtype."""
-    how = fitting(comm.how, str(dtype).removeprefix("torch."), op)
-    return tuple((key, value) for key, value in how.items() if key in KEYWORDS[name])
+    how = fitting(comm.how, torch.empty(0, dtype=dtype), op)
+    return tuple((key, str(value) if key == "order" else value) for key, value in how.items() if key in KEYWORDS[name])
 
 
 def why_outside(
@@ -180,9 +180,9 @@ def why_outside(
     if isinstance(comm, Communicator) and not private.COMPILES_OBJECTS:
         return "old"
     x = given.get("x")
-    first = x[0] if isinstance(x, (list, tuple)) and len(x) > 0 else x
-    if isinstance(comm, Communicator) and isinstance(first, torch.Tensor):
-        for key, value in carried_by(comm, name, first.dtype, given.get("op", "sum")):
+    x = x[0] if isinstance(x, (list, tuple)) and len(x) > 0 else x
+    if isinstance(comm, Communicator) and isinstance(x, torch.Tensor):
+        for key, value in carried_by(comm, name, x.dtype, given.get("op", "sum")):
             given.setdefault(key, value)
     given["comm"] = name_of(comm)
     if name == "all_gather_matmul_many":
