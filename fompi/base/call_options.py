@@ -62,6 +62,12 @@ def fitting(how: Mapping[str, Any], x: Any, op: str) -> Mapping[str, Any]:
     return {name: value for name, value in how.items() if name != "wire"}
 
 
+def of_carrier(carrier: Any, wire: str | None, order: Any = "any") -> tuple[str | None, Any]:
+    """The wire and the order of a wrapper: its own ones, or those that its communicator carries."""
+    how = carrier.how
+    return how.get("wire") if wire is None else wire, how.get("order", "any") if order == "any" else order
+
+
 def dtype_of(x: Any) -> str:
     """The name of the dtype of a tensor, or of the first one of a list. A tensor that does not say it: float32."""
     first = x[0] if isinstance(x, (list, tuple)) and x else x
