@@ -5,12 +5,14 @@ from __future__ import annotations
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 from fompi.base import kept
 from fompi.base.at_exit import at_exit
+from fompi.base.call_options import NOTHING, carried
+from fompi.base.call_options import in_words as options_in_words
 from fompi.base.differences import detail
 from fompi.base.doors import DOORS
 from fompi.base.errors import LaunchError, LayoutError, StateError, in_words, text_of
@@ -137,6 +139,9 @@ class Communicator(Shared):
     most so long without progress, in place of FOMPI_TIMEOUT.
     """
 
+    how: Mapping[str, Any] = NOTHING
+    """The keywords that calls on it have, unless they have their own (`using`)."""
+
     def __init__(self, comm: Any = None, name: str = "world", hosts: int = 0, seconds: float | None = None):
         origin = comm if isinstance(comm, Link) else mpi_communicator(comm)
         self.engine = engine_of_process()
@@ -165,6 +170,7 @@ class Communicator(Shared):
         self.recording: list[Any] | None = None  # the traces of finished calls, inside `record`
         self.clock_readings: dict[int, list[Any]] = {}  # on rank 0: samples of other ranks' clocks (`alignment`)
         self.backend: Any = None  # computes unbound calls on tensors of the host; None: NumPy
+        self.carriers: dict[Any, Communicator] = {}  # what `using` has returned
         self.mail: Any = None  # messages between two ranks (`fompi.ops.messages`)
         self.network = False  # True: these ranks are on several hosts
         self.crowded = False  # True: these ranks are on one host, and it has no spare core
@@ -223,8 +229,35 @@ class Communicator(Shared):
     def __dir__(self) -> list[str]:
         """What a program uses. The other attributes are for fompi."""
         return [
-            *("agree", "barrier", "close", "closed", "machine", "name", "network", "rank", "record", "size", "split")
+            *("agree", "barrier", "close", "closed", "machine", "name", "network", "rank", "record", "size", "split"),
+            *("how", "plain", "using"),
         ]
+
+    @property
+    def plain(self) -> Communicator:
+        """The communicator without keywords of calls."""
+        return self
+
+    def using(self, **how: Any) -> Communicator:
+        """This communicator, on which calls have these keywords, unless they have their own.
+
+            tp = comm.using(wire="int8", order="ranks")
+            fompi.all_reduce(x, comm=tp)             # fompi.all_reduce(x, comm=comm, wire="int8", order="ranks")
+            fompi.all_reduce(x, comm=tp, wire=None)  # fompi.all_reduce(x, comm=comm, order="ranks")
+            column_parallel_linear(x, w, comm=tp)    # all that it sends, forward and backward
+
+        The keywords are `schedule`, `slices`, `effort`, `wire` and `order` (`fompi.ops.operations`). A call leaves out
+        those that its operation does not have, and a wire that its elements do not take: integers travel as they are.
+        A default takes a keyword away: `tp.using(wire=None)`.
+
+        Not collective: ranks, memory and calls in flight are those of this communicator. All ranks must give the same
+        keywords. Raises ArgumentError for another keyword, and DtypeError for a wire that does not exist.
+        """
+        wanted = carried(self.how, how)
+        if not wanted:
+            return self.plain
+        key = tuple((name, str(value)) for name, value in wanted.items())
+        return self.carriers.setdefault(key, Carrier(self.plain, wanted))
 
     def check(self) -> None:
         """Raise StateError if this communicator cannot be used any more. Every call begins with this."""
@@ -431,3 +464,23 @@ class Communicator(Shared):
 
     def __repr__(self) -> str:
         return f"Communicator({self.name!r}, rank {self.rank} of {self.size})"
+
+
+class Carrier(Communicator):
+    """A communicator with keywords for its calls (`Communicator.using`). It shares all its attributes with `plain`."""
+
+    __slots__ = ("how", "plain")
+
+    def __init__(self, plain: Communicator, how: Mapping[str, Any]):
+        self.__dict__ = plain.__dict__
+        self.plain, self.how = plain, how  # type: ignore[misc]
+
+    def __reduce__(self) -> Any:
+        return _carrier_of, (self.plain, dict(self.how))
+
+    def __repr__(self) -> str:
+        return f"{repr(self.plain)[:-1]}{options_in_words(self.how)})"
+
+
+def _carrier_of(plain: Communicator, how: dict[str, Any]) -> Communicator:
+    return plain.using(**how)

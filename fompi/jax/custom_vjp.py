@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.custom_derivatives import SymbolicZero
 
+from fompi.base.call_options import CallOptions
 from fompi.base.errors import LayoutError
 from fompi.base.nested import flatten
 from fompi.jax import private
@@ -23,7 +24,7 @@ from fompi.jax.replicated import JaxReplicatedCall
 from fompi.jax.started import start
 from fompi.ops.adjoints import DIFFERENTIABLE, Call, check_convention
 from fompi.ops.arguments import Arguments
-from fompi.ops.operation import CallOptions, Operation
+from fompi.ops.operation import Operation
 from fompi.tensors.dlpack import is_tracer
 
 __all__ = list(DIFFERENTIABLE)

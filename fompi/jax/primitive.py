@@ -28,6 +28,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
+from fompi.base.call_options import CallOptions
 from fompi.base.errors import StateError, TensorError
 from fompi.base.nested import flatten, unflatten
 from fompi.jax import ffi, private
@@ -36,7 +37,7 @@ from fompi.jax.replicated import JaxReplicatedCall
 from fompi.jax.sites import Apply, Half, Opaque, Site, site_of
 from fompi.ops.adjoints import Call
 from fompi.ops.arguments import Arguments
-from fompi.ops.operation import CallOptions, Operation
+from fompi.ops.operation import Operation
 from fompi.plans.meaning import is_flat
 from fompi.tensors import dlpack
 

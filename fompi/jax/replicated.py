@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.extend.core
 
+from fompi.base.call_options import CallOptions
 from fompi.jax import private
 from fompi.ops import adjoints
 from fompi.ops.arguments import Arguments
-from fompi.ops.operation import CallOptions
 from fompi.ops.operations import all_reduce
 
 COPY = jax.extend.core.Primitive("fompi_copy")

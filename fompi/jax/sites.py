@@ -24,6 +24,7 @@ import numpy as np
 
 from fompi.backends.cuda import backend_of
 from fompi.backends.numpy import Numpy
+from fompi.base.call_options import CallOptions
 from fompi.base.doors import DOORS
 from fompi.base.errors import DtypeError, PlanError, TensorError
 from fompi.base.layout import Extents
@@ -34,7 +35,7 @@ from fompi.jax.ffi import Target, array_at
 from fompi.ops.arguments import Arguments, LocalCall, localise, names_of
 from fompi.ops.decide import decide
 from fompi.ops.messages import sendrecv
-from fompi.ops.operation import CallOptions, Operation, communicator_of
+from fompi.ops.operation import Operation, communicator_of
 from fompi.plans.plan import Plan
 from fompi.plans.problems import Form
 from fompi.runtime.binding import check_tensors
@@ -151,8 +152,7 @@ class BoundSite(Site):
                 super(BoundSite, self).__init__(operation, arguments, comm, call_options, gradient)
                 zeros = [dlpack.Lent(np.zeros(f.shape, dlpack.STORAGE[f.dtype]), f.dtype) for f in self.given]
                 filled = arguments.with_tensors(zeros)
-                how = call_options.wire, call_options.order
-                found.append((filled, localise(operation.name, filled, comm.rank, comm.size, *how)))
+                found.append((filled, localise(operation.name, filled, comm.rank, comm.size, call_options)))
             return found[0][1]
 
         if call_options.effort == "measure" and comm.size > 1 and call_options[:2] == ("auto", None):

@@ -6,13 +6,14 @@ from typing import Any
 
 import jax
 
+from fompi.base.call_options import CallOptions
 from fompi.base.errors import TensorError
 from fompi.base.nested import unflatten
 from fompi.jax import private
 from fompi.jax.primitive import CALL, no_gradient, traced
 from fompi.jax.sites import BoundSite, End, Start
 from fompi.ops.arguments import Arguments
-from fompi.ops.operation import CallOptions, Operation
+from fompi.ops.operation import Operation
 from fompi.tensors.dlpack import is_tracer
 
 

@@ -54,13 +54,14 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NoReturn
 
+from fompi.base.call_options import CallOptions
 from fompi.base.errors import FompiError, LayoutError, StateError, TensorError
 from fompi.base.layout import Extents, split
 from fompi.engine.communicator import Communicator
 from fompi.ops import operations
 from fompi.ops.arguments import SUMS, Arguments, Peers
 from fompi.ops.messages import sendrecv
-from fompi.ops.operation import CallOptions, Operation
+from fompi.ops.operation import Operation
 from fompi.ops.pending import Pending
 from fompi.schedules.registry import can_carry_out
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from fompi.backends.cuda import backend_of
 from fompi.backends.numpy import COMBINES
+from fompi.base.call_options import DEFAULTS, CallOptions
 from fompi.base.errors import DtypeError, LayoutError, ShapeError, TensorError
 from fompi.base.layout import as_integer, integer, offsets
 from fompi.engine.handshake import VALUE_BITS
@@ -121,14 +122,15 @@ class LocalCall(NamedTuple):
 
 
 def localise(
-    operation: str, arguments: Arguments, rank: int, size: int, wire: str | None = None, order: Any = "any"
+    operation: str, arguments: Arguments, rank: int, size: int, call_options: CallOptions = DEFAULTS
 ) -> LocalCall:
-    """Check the tensors of this rank, and make rows their first dimension. `wire` is that of messages, `order` of sums.
+    """Check the tensors of this rank, and make rows their first dimension.
 
     Raises TensorError, DtypeError, ShapeError, LayoutError or PlanError.
     """
     borrow = dlpack.borrow if default_device() is None else upload
     leaves: Sequence[Tensor] = ()
+    order = call_options.order
     if order != "any":
         order = problems.order_of(order)
         leaves = _leaves(operation, arguments, rank, size, order, borrow)
@@ -192,8 +194,8 @@ def localise(
         columns=columns,
         experts=experts,
     )
-    if wire is not None:
-        problem = problems.on_wire(problem, wire)
+    if call_options.wire is not None:
+        problem = problems.on_wire(problem, call_options.wire)
     if order != "any":
         problem = problems.in_order(problem, order, rank)
     if operation == "scatter" and rank != problem.root:

@@ -14,12 +14,13 @@ from typing import Any, Self
 
 import numpy as np
 
+from fompi.base.call_options import CallOptions
 from fompi.base.errors import PlanError, StateError, TensorError
 from fompi.engine.communicator import Communicator
 from fompi.ops.arguments import Arguments, LocalCall, localise, names_of
 from fompi.ops.certified import Certificate
 from fompi.ops.decide import decide
-from fompi.ops.operation import CallOptions, Operation, communicator_of
+from fompi.ops.operation import Operation, communicator_of
 from fompi.ops.pending import program_of
 from fompi.plans.plan import Plan
 from fompi.runtime.binding import bind
@@ -192,7 +193,7 @@ def _checked(
         raise TensorError(f"{name} has no gradient: pass x.detach()")
     if call_options.effort != "plan":
         raise PlanError(f'{name}: effort="measure" chooses at the first call: bind fompi.explain(...) for it')
-    local = localise(operation.name, arguments, comm.rank, comm.size, call_options.wire, call_options.order)
+    local = localise(operation.name, arguments, comm.rank, comm.size, call_options)
     if local.problem.is_split:
         raise PlanError(f"{name}: order={local.problem.order}: a rank has several subtrees, which are not bound")
     if call_options.certify and not local.problem.wire:

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from fompi.base.call_options import CallOptions
 from fompi.base.errors import ShapeError
 from fompi.base.layout import Sizes
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import begin_agreement
 from fompi.ops.arguments import LocalCall
 from fompi.ops.compared import common_of, in_words, schedule_of, signature_of
-from fompi.ops.operation import CallOptions
 from fompi.planner.choose import encode_rows, is_even, window_of_call
 from fompi.plans.plan import Plan
 from fompi.plans.problems import Problem

@@ -20,6 +20,7 @@ import numpy as np
 
 from fompi.backends.half import storage
 from fompi.backends.numbers import filled, for_numpy, stored
+from fompi.base.call_options import DEFAULTS, CallOptions
 from fompi.base.errors import (
     DtypeError,
     LayoutError,
@@ -32,7 +33,7 @@ from fompi.base.errors import (
 )
 from fompi.base.layout import Extents, integer
 from fompi.base.wires import wire_of
-from fompi.engine.communicator import Communicator
+from fompi.engine.communicator import Carrier, Communicator
 from fompi.engine.in_flight import EAGER_NBYTES
 from fompi.engine.tasks import Task
 from fompi.mpi.transport import start_mpi
@@ -51,7 +52,7 @@ from fompi.ops.message_forms import (
     shape_in,
 )
 from fompi.ops.messages_in_c import MessageForm, form_of, may_be_in_c
-from fompi.ops.operation import CallOptions, Operation, communicator_of
+from fompi.ops.operation import Operation, communicator_of
 from fompi.plans.plan import MESSAGE_BITS
 from fompi.runtime.given import address_of
 from fompi.runtime.native_run import drive_in_c
@@ -68,7 +69,6 @@ FETCHED = 2
 """The key of the copy from a device. Those of the header and of the data are False and True."""
 
 _NUMPY = dlpack.borrow(np.empty(0))
-_DEFAULTS = CallOptions()
 
 
 class Mail:
@@ -712,8 +712,10 @@ class Messenger(Operation[Any]):
         self.__signature__, self._keywords = own, own.parameters.keys()
 
     def read(self, args: tuple[Any, ...], options: Any) -> tuple[Arguments, Any, CallOptions]:
+        if type(options.get("comm")) is Carrier:
+            options = self.with_carried(args, options)
         comm = options.pop("comm", None)
-        how = CallOptions(wire=options.pop("wire")) if "wire" in options and self.name != "recv" else _DEFAULTS
+        how = CallOptions(wire=options.pop("wire")) if "wire" in options and self.name != "recv" else DEFAULTS
         return self._own(args, options), comm, how
 
     def refuse(self, error: Exception, comm: Any) -> None:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, Signature, signature
-from typing import Any, Generic, NamedTuple, ParamSpec, TypedDict
+from typing import Any, Generic, ParamSpec, TypedDict
 
 from fompi.backends.cuda import backend_of
+from fompi.base.call_options import DEFAULTS, OF_CALL, CallOptions, fitting
 from fompi.base.doors import DOORS
 from fompi.base.errors import ArgumentError, LaunchError, LayoutError, PlanError, TensorError, meant, of_signature
 from fompi.base.layout import Slices
-from fompi.engine.communicator import Communicator
+from fompi.engine.communicator import Carrier, Communicator
 from fompi.engine.handshake import agree
 from fompi.ops.arguments import Arguments, localise
 from fompi.ops.front import REFUSED, front_of, known_call
@@ -40,21 +41,6 @@ class CallKeywords(TypedDict, total=False):
     wire: str | None
     certify: bool
     order: Any
-
-
-class CallOptions(NamedTuple):
-    """How a call is carried out: the keywords `schedule`, `slices`, `effort`, `wire`, `certify` and `order`."""
-
-    schedule: str = "auto"
-    slices: Slices | None = None
-    effort: str = "plan"
-    wire: str | None = None
-    certify: bool = False
-    order: Any = "any"
-
-
-_DEFAULTS = CallOptions()
-_OF_CALL = frozenset(CallOptions._fields)
 
 
 class Operation(Generic[P]):
@@ -87,6 +73,8 @@ class Operation(Generic[P]):
                 result = front.run(call, lambda: self.described(*self.read(args, {**options, "comm": known})))
                 if result is not REFUSED:
                     return result
+        elif type(comm) is Carrier:
+            return self(*args, **self.with_carried(args, options))
         arguments, comm, call_options = self.read(args, options)
         if call_options.certify:
             return self._certified(arguments, comm, call_options)
@@ -95,11 +83,10 @@ class Operation(Generic[P]):
             return DOORS.differentiable(self, arguments, comm, call_options)
         return self._finished(arguments, comm, call_options)
 
-    def described(self, arguments: Arguments, comm: Communicator, call_options: CallOptions = _DEFAULTS) -> Pending:
+    def described(self, arguments: Arguments, comm: Communicator, call_options: CallOptions = DEFAULTS) -> Pending:
         """A call that C has begun, with arguments that were right before. What its communicator owes comes later."""
-        how = call_options.wire, call_options.order
-        local = localise(self.name, arguments, comm.rank, comm.size, *how)
-        schedule, slices, *_ = call_options if call_options is _DEFAULTS else _checked(call_options)
+        local = localise(self.name, arguments, comm.rank, comm.size, call_options)
+        schedule, slices, *_ = call_options if call_options is DEFAULTS else _checked(call_options)
         return Pending.described(self.name, arguments, local, comm, schedule, slices)
 
     def run(self, arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:
@@ -141,12 +128,14 @@ class Operation(Generic[P]):
 
         `options` is the dictionary of the keywords. Arguments that do not fit the signature are an error on all ranks.
         """
-        comm, call_options = options.pop("comm", None), _DEFAULTS
-        if options and not _OF_CALL.isdisjoint(options):
-            schedule, slices = options.pop("schedule", "auto"), options.pop("slices", None)
-            how = options.pop("effort", "plan"), options.pop("wire", None), options.pop("certify", False)
-            order = options.pop("order", "any")
-            call_options = CallOptions(schedule, slices, *how, str(order) if isinstance(order, Canonical) else order)
+        if type(options.get("comm")) is Carrier:
+            options = self.with_carried(args, options)
+        comm, call_options = options.pop("comm", None), DEFAULTS
+        if options and not OF_CALL.isdisjoint(options):
+            how = {name: options.pop(name) for name in CallOptions._fields if name in options}
+            if isinstance(order := how.get("order"), Canonical):
+                how["order"] = str(order)
+            call_options = CallOptions(**how)
         try:
             return self._own(args, options), comm, call_options
         except Exception as error:
@@ -155,6 +144,13 @@ class Operation(Generic[P]):
                     self.refuse(error, given)
             self.refuse(error, comm)
             raise
+
+    def with_carried(self, args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+        """The keywords of a call on a communicator that carries some: with these, and without it."""
+        carrier, x = options["comm"], args[0] if args else options.get("x")
+        how = fitting(carrier.how, x, options.get("op", "sum"))
+        taken = {name: value for name, value in how.items() if name in self._keywords}
+        return {**taken, **options, "comm": carrier.plain}
 
     def _own(self, args: tuple[Any, ...], options: Any) -> Arguments:
         """The Arguments, without what every call takes. Raises ArgumentError for what does not fit the signature."""
@@ -203,15 +199,15 @@ class Operation(Generic[P]):
             communicator = comm
         else:
             communicator, wrong = communicator_of(comm)
-        schedule, slices, effort, wire, certify, order = call_options
+        schedule, slices, effort = call_options[:3]
         try:
-            if certify:
+            if call_options.certify:
                 why = "is for a call that waits, and for bind: not for start"
                 raise PlanError(f"fompi.{self.name}: certify=True {why}")
             if wrong is not None or refusal is not None:
                 raise wrong or refusal  # type: ignore[misc]
-            local = localise(self.name, arguments, communicator.rank, communicator.size, wire, order)
-            if call_options is not _DEFAULTS:
+            local = localise(self.name, arguments, communicator.rank, communicator.size, call_options)
+            if call_options is not DEFAULTS:
                 slices = _checked(call_options).slices
             if local.device is not None:  # its streams are made before the call begins here
                 backend_of(local.device), communicator.paths(local.device)
@@ -251,16 +247,16 @@ class Operation(Generic[P]):
 
 def _checked(call_options: CallOptions) -> CallOptions:
     """The options with `slices` as integers. Raises PlanError for options that no call can have."""
-    schedule, slices, effort, wire, certify, order = call_options
+    schedule, slices, effort = call_options[:3]
     if not isinstance(schedule, str):
         raise PlanError(f"schedule={schedule!r} must be a name, for example 'auto' or 'ring'")
     if effort not in ("plan", "measure"):
         raise PlanError(f"effort={effort!r}{meant(effort, ('plan', 'measure'))}: effort must be 'plan' or 'measure'")
     if slices is not None:
-        slices = as_slices(slices)
+        call_options = call_options._replace(slices=as_slices(slices))
     if effort == "measure" and (schedule, slices) != ("auto", None):
         raise PlanError('effort="measure" chooses schedule and slices itself: leave both out, or leave out effort')
-    return CallOptions(schedule, slices, effort, wire, certify, order)
+    return call_options
 
 
 def _signature(arguments: Callable[..., Arguments]) -> Signature:

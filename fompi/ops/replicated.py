@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.cuda import backend_of
+from fompi.base.call_options import CallOptions
 from fompi.base.differences import detail
 from fompi.base.errors import TensorError
-from fompi.ops.operation import CallOptions
 from fompi.ops.operations import all_reduce
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor

@@ -19,6 +19,7 @@ import numpy as np
 
 from fompi.backends.half import storage
 from fompi.backends.numbers import for_numpy, narrow, place, stored
+from fompi.base.call_options import in_words
 from fompi.base.errors import DeviceError, DtypeError, PlanError, ShapeError, TensorError
 from fompi.base.layout import CARRIERS, HALF
 from fompi.engine.communicator import Communicator
@@ -70,7 +71,7 @@ def enter(name: str, comm: Any, check: Callable[[Communicator], tuple[str, int, 
         except Exception as error:
             refusal = error
     with in_turn():
-        agreement = begin_agreement(communicator, f"{name}({text})", refusal, value)
+        agreement = begin_agreement(communicator, f"{name}({text}{in_words(communicator.how)})", refusal, value)
     give_way()
     values = agreement.values()
     section.begin(communicator)
@@ -94,7 +95,7 @@ def admit(
     if refusal is not None:
         with in_turn():
             operation.refuse(refusal, communicator)
-    return communicator, text, result
+    return communicator, f"{text}{in_words(communicator.how)}", result
 
 
 def borrow(x: Any, name: str, like: Tensor | None = None, ndim: int | None = None) -> Tensor:
@@ -259,37 +260,35 @@ def _of_section(pending: Any) -> Any:
     return pending
 
 
-def in_words(wire: str | None, order: str = "any") -> str:
-    """The wire and the order in the text that the ranks compare."""
-    return ("" if wire is None else f", {wire=}") + ("" if order == "any" else f", {order=}")
-
-
 def same_bits(comm: Communicator) -> str:
     """A schedule in which fompi sums: all ranks get the same bits, so that what they hold alike stays alike."""
     return "ring" if comm.network else "direct"
 
 
-def start_sum(array: Array, dtype: str, comm: Communicator, wire: str | None = None, order: str = "any") -> Pending:
+def held_alike(comm: Communicator) -> dict[str, Any]:
+    """The keywords of a sum that all ranks hold. An order has the same bits anyway."""
+    return {"comm": comm} if "order" in comm.how else {"comm": comm, "schedule": same_bits(comm)}
+
+
+def start_sum(array: Array, dtype: str, comm: Communicator) -> Pending:
     """The sum over all ranks of what they hold alike, in flight. All ranks get the same bits.
 
     Where the result has an order of leaves, each rank has one term here.
     """
-    if order != "any":
-        return start(all_reduce, array, dtype=dtype, comm=comm, wire=wire, order=order)
-    return start(all_reduce, array, dtype=dtype, comm=comm, schedule=same_bits(comm), wire=wire)
+    return start(all_reduce, array, dtype=dtype, **held_alike(comm))
 
 
-def order_of_gradients(order: str) -> str:
-    """The order of sums over the losses of the ranks, where `order` is that of a strategy."""
-    return order if order == "any" else "ranks"
+def over_losses(comm: Communicator) -> Communicator:
+    """The communicator for sums over the losses of the ranks: in the order of ranks, if others have an order."""
+    return comm.using(order="ranks") if "order" in comm.how else comm
 
 
-def check_leaves(order: Any, comm: Communicator, features: int, adds_subtrees: bool) -> None:
+def check_leaves(comm: Communicator, features: int, adds_subtrees: bool) -> None:
     """Raise the error of an order that a strategy with so many features on this rank cannot have.
 
     `adds_subtrees`: the features of a rank must be one subtree.
     """
-    canonical = Canonical.of(order_of(order))
+    canonical = Canonical.of(order_on(comm))
     if canonical is None:
         return
     mine, terms = canonical.counts(comm.size)[comm.rank], canonical.subtrees(comm.size)
@@ -301,17 +300,20 @@ def check_leaves(order: Any, comm: Communicator, features: int, adds_subtrees: b
         raise PlanError(f"order={canonical}: {why}: choose another order, or sequence_parallel=True")
 
 
-def leaves_of(order: str, comm: Communicator) -> int:
+def order_on(comm: Communicator) -> str:
+    """The order of sums on this communicator. Raises PlanError if there is no such order."""
+    return order_of(comm.how.get("order", "any"))
+
+
+def leaves_of(comm: Communicator) -> int:
     """How many leaves this rank has, if the order has leaves; else 0."""
-    canonical = Canonical.of(order)
+    canonical = Canonical.of(order_on(comm))
     return 0 if canonical is None else canonical.counts(comm.size)[comm.rank]
 
 
-def transfer(
-    array: Array, dest: int | None, source: int | None, dtype: str, comm: Communicator, wire: str | None
-) -> Any:
+def transfer(array: Array, dest: int | None, source: int | None, dtype: str, comm: Communicator) -> Any:
     """`array` travels to rank `dest`, and one of rank `source` comes: in flight. Its tag is that of all strategies."""
-    return start(sendrecv, array, dest=dest, source=source, tag=MOST_TAG, dtype=dtype, comm=comm, wire=wire)
+    return start(sendrecv, array, dest=dest, source=source, tag=MOST_TAG, dtype=dtype, comm=comm)
 
 
 def arrived(pending: Pending) -> Any:
@@ -410,8 +412,7 @@ def gathered(comm: Communicator, rows: Array, numbers: Array) -> Array:
 
 def keywords_of(saved: Any) -> dict[str, Any]:
     """The keywords of an operation of the backward."""
-    how = {"dtype": saved.dtype, "comm": saved.comm, "wire": saved.wire}
-    return how if getattr(saved, "order", "any") == "any" else {**how, "order": saved.order}
+    return {"dtype": saved.dtype, "comm": saved.comm}
 
 
 def as_rows(a: Array) -> Array:

@@ -28,6 +28,7 @@ from fompi.backends.cuda.failures import OutOfMemory
 from fompi.backends.half import storage
 from fompi.backends.numbers import constant, fetch, filled, narrow, place, widen
 from fompi.backends.wires import Feedback
+from fompi.base.call_options import of_carrier
 from fompi.base.errors import (
     DeviceError,
     DtypeError,
@@ -143,7 +144,9 @@ class DataParallel:
         over: Any = (),
         order: Any = "any",
     ):
-        self.comm = Communicator.of(comm)
+        carrier = Communicator.of(comm)
+        wire, order = of_carrier(carrier, wire, order)
+        self.comm = carrier.plain
         self.replicas: Communicator | None = None
         self.zero, self.optimizer, self.check_for_nan = zero, optimizer, check_for_nan
         self.microbatches = microbatches

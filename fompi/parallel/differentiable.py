@@ -13,20 +13,26 @@ import copy
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter
 from typing import Any
 
+from fompi.base.call_options import OF_COMMUNICATOR, dtype_of
 from fompi.base.doors import DOORS
-from fompi.base.errors import ArgumentError
+from fompi.base.errors import ArgumentError, FompiError, PlanError
 from fompi.base.nested import flatten
-from fompi.engine.communicator import Communicator
-from fompi.ops.operation import is_compiling
+from fompi.base.wires import wire_of
+from fompi.engine.communicator import Carrier, Communicator
+from fompi.ops.operation import communicator_of, is_compiling
 from fompi.parallel import section
-from fompi.parallel.arrays import follow
+from fompi.parallel.arrays import enter, follow
 from fompi.parallel.section import in_section
 from fompi.tensors import dlpack
 
 Gradients = tuple[Any, ...]
+
+COMMS = ("comm", "ring", "ulysses")
+"""The parameters of strategies that are communicators."""
 
 
 class Differentiable:
@@ -42,6 +48,10 @@ class Differentiable:
     Both together give what `backward` gives. All ranks must call them in the same order. `saved` may be used several
     times. It holds the tensors themselves, and `rest` holds dy: do not change these before they are used. y may be
     changed.
+
+    A call may also have the keywords that a communicator carries (`Communicator.using`), such as `wire="int8"`: what
+    it sends has them, forward and backward. `takes`: which of "wire" and "order" it takes. A carried wire that it does
+    not take is left out, an order is refused: its sums would not have it.
     """
 
     def __init__(
@@ -51,6 +61,7 @@ class Differentiable:
         *,
         tensors: Sequence[str],
         inputs: int,
+        takes: Sequence[str] = ("wire",),
         backward_input: Callable[[Any, Any], tuple[Gradients, Any]] | None = None,
         backward_weight: Callable[[Any], Gradients] | None = None,
         name: str = "",
@@ -58,11 +69,16 @@ class Differentiable:
         functools.update_wrapper(self, forward)
         self.__name__ = self.__qualname__ = name = name or forward.__name__.strip("_")
         behind = f"the backward of {name}"
-        self.forward, self.backward = in_section(name)(forward), in_section(behind)(backward)
         self.tensors, self.inputs = tuple(tensors), inputs
+        self._left_out = [name for name in ("wire", "order") if name not in takes]
+        self._own = inspect.signature(forward)
+        self._comms = [name for name in COMMS if name in self._own.parameters]
+        self.forward, self.backward = in_section(name)(self._carried(forward)), in_section(behind)(backward)
         self._backward_input = backward_input and in_section(behind)(backward_input)
         self._backward_weight = backward_weight and in_section(behind)(_begun(backward_weight))
-        self.__signature__ = inspect.signature(forward).replace(return_annotation=Any)  # y without `saved`
+        known = self._own.parameters
+        more = [Parameter(name, Parameter.KEYWORD_ONLY, default=None) for name in OF_COMMUNICATOR if name not in known]
+        self.__signature__ = self._own.replace(parameters=[*known.values(), *more], return_annotation=Any)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if "torch._dynamo" in sys.modules and is_compiling():
@@ -90,12 +106,51 @@ class Differentiable:
 
     def read(self, args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call by name, with the defaults."""
+        how = {name: options.pop(name) for name in OF_COMMUNICATOR if name in options}
         try:
-            bound = self.__signature__.bind(*args, **options)
+            bound = self._own.bind(*args, **options)
         except TypeError as error:
             raise ArgumentError(f"{self.__name__}: {error}") from None
         bound.apply_defaults()
-        return bound.arguments
+        return {**bound.arguments, **how}
+
+    def _carried(self, forward: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+        """The forward with the keywords of calls, too: its communicators carry them from then on."""
+
+        @functools.wraps(forward)
+        def run(*args: Any, **options: Any) -> tuple[Any, Any]:
+            how = {name: options.pop(name) for name in OF_COMMUNICATOR if name in options}
+            for name in self._comms:
+                comm = options.get(name)
+                if how or (type(comm) is Carrier and self._left_out):
+                    x = self._own.bind_partial(*args, **options).arguments.get(self.tensors[0])
+                    options[name] = self._carrier(comm, how, x)
+            return forward(*args, **options)
+
+        return run
+
+    def _carrier(self, comm: Any, how: Mapping[str, Any], x: Any) -> Communicator:
+        """The communicator that carries these keywords, and what it carried. All ranks raise the error of one."""
+
+        def check(comm: Communicator) -> tuple[str, int, Any]:
+            wire_of(how.get("wire"), dtype_of(x))
+            carrier = comm.using(**how)
+            for name in self._left_out:
+                if name in carrier.how and (name == "order" or name in how):
+                    what = f"{name}={carrier.how.get(name)}"
+                    raise PlanError(
+                        f"{self.__name__} has no {what}: leave it out, or give it a communicator without it"
+                    )
+            return "", 0, carrier.using(wire=None) if "wire" in self._left_out else carrier
+
+        group, refusal = communicator_of(comm)
+        try:
+            if refusal is not None:
+                raise refusal
+            carrier: Communicator = check(group)[2]
+        except FompiError:
+            carrier = enter(self.__name__, comm, check)[0]  # it raises the error
+        return carrier
 
     def backward_input(self, saved: Any, dy: Any) -> tuple[Gradients, Any]:
         """(the gradients of the inputs, what `backward_weight` needs)."""

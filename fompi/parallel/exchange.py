@@ -95,13 +95,13 @@ def check_widths(first: str, second: str, a: tuple[int, ...], b: tuple[int, ...]
 class Exchange:
     """The chosen rows of one micro-batch, expert by expert: which of them travel, and which rows arrive for them.
 
-    With `apart`, the rows for experts of this rank do not travel. Messages carry rows in the form of `wire`. `announce`
-    is collective: the ranks exchange the counts. Of a device the host sees nothing but these.
+    With `apart`, the rows for experts of this rank do not travel. `announce` is collective: the ranks exchange the
+    counts. Of a device the host sees nothing but these.
     """
 
-    def __init__(self, choice: Choice, rows: range, comm: Communicator, apart: bool, wire: str | None = None):
+    def __init__(self, choice: Choice, rows: range, comm: Communicator, apart: bool):
         self.experts, self.k = choice.probabilities.shape[1], choice.experts.shape[1]
-        self.comm, self.wire, self.rows, self.apart = comm, wire, rows, apart
+        self.comm, self.rows, self.apart = comm, rows, apart
         self.run = slice(rows.start, rows.stop)
         kept, experts = choice.kept[self.run], choice.experts[self.run]
         key = np.where(kept, experts, np.int64(self.experts)).reshape(-1)  # dropped ones come last
@@ -147,8 +147,7 @@ class Exchange:
 
     def go(self, values: Array, dtype: str) -> Any:
         """Send the values of rows that travel to their experts: to one rank after the other."""
-        how: dict[str, Any] = {"dtype": dtype, "comm": self.comm, "wire": self.wire}
-        return start(all_to_all, values, counts=self.send, schedule="pairwise", **how)
+        return start(all_to_all, values, counts=self.send, schedule="pairwise", dtype=dtype, comm=self.comm)
 
     def came(self, pending: Any) -> Array:
         """The values that have arrived, expert by expert."""
@@ -159,8 +158,7 @@ class Exchange:
         """Send values, which stand expert by expert, to where their rows came from."""
         home = np.empty_like(values)
         home[self.order] = values
-        how: dict[str, Any] = {"dtype": dtype, "comm": self.comm, "wire": self.wire}
-        return start(all_to_all, home, counts=self.receive, **how)
+        return start(all_to_all, home, counts=self.receive, dtype=dtype, comm=self.comm)
 
     def answer(self, source: int, values: Array, dtype: str) -> Any:
         """Send the values of the rows that came from `source` back, and receive those of the opposite rank.
@@ -169,7 +167,7 @@ class Exchange:
         """
         behind = (2 * self.comm.rank - source) % self.comm.size
         there, here = source if self.receive[source] else None, behind if self.send[behind] else None
-        return behind, transfer(values, there, here, dtype, self.comm, self.wire)
+        return behind, transfer(values, there, here, dtype, self.comm)
 
     def answered(self, answer: Any, into: Array) -> None:
         """Wait for such values, and write them to the rows of `into` that they belong to."""

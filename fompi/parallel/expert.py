@@ -26,7 +26,6 @@ import numpy as np
 from fompi.backends.numbers import contiguous, place, product, upload, widen
 from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import accumulator, offsets, split
-from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
 from fompi.parallel.activations import activate, activate_backward
 from fompi.parallel.arrays import (
@@ -39,7 +38,6 @@ from fompi.parallel.arrays import (
     enter_backward,
     gathered,
     give,
-    in_words,
     memory,
     start_sum,
     zeros,
@@ -88,7 +86,6 @@ class Moe(Kept):
     comm: Communicator
     activation: str
     choice: Choice
-    wire: str | None = None
     parts: list[MicroBatch] = field(default_factory=list)
     shared_z: Array | None = None
     shape: tuple[int, ...] = ()
@@ -109,7 +106,7 @@ class MicroBatch:
     """One micro-batch of a layer."""
 
     def __init__(self, layer: Moe, rows: range):
-        self.layer, self.exchange = layer, Exchange(layer.choice, rows, layer.comm, apart=True, wire=layer.wire)
+        self.layer, self.exchange = layer, Exchange(layer.choice, rows, layer.comm, apart=True)
         self.batches: list[Batch] = []  # the first half of the own rows, the rows of each source, the other half
 
     def announce(self) -> None:
@@ -195,7 +192,6 @@ def _moe(
     capacity_factor: float | None = None,
     policy: str = "probs",
     microbatches: int = 1,
-    wire: str | None = None,
 ) -> tuple[Any, Moe]:
     """y[i] = sum(weight[i, e] * (activation(x[i] @ w1[e]) @ w2[e]) for e in the k best experts of x[i] @ router)
 
@@ -208,7 +204,6 @@ def _moe(
     lower expert. With `capacity_factor`, an expert keeps ceil(capacity_factor * k * rows / experts) rows of each rank:
     those with the greatest weights (policy "probs"), or the first ones ("position"). The others are dropped: they add
     nothing to y. Without it, no row is dropped. `saved.tokens_per_expert` and `saved.dropped` count for all ranks.
-    `wire` is the form in which messages carry rows, forward and backward (`fompi.base.wires`).
 
     Raises ShapeError, DtypeError, LayoutError or PlanError on all ranks, or MismatchError if only other ranks refuse.
     """
@@ -220,14 +215,12 @@ def _moe(
         if not is_positive(microbatches):
             raise LayoutError(f"microbatches={microbatches!r} must be an integer > 0")
         text += f", n={weights[1].array.shape[2]}, {activation}, microbatches={int(microbatches)}"
-        wire_of(wire, tx.dtype)
-        text += in_words(wire)
         text += ", no shared expert" if both is None else f", shared f={both[0].array.shape[1]}"
         return text, 0, (tx, tr, *weights, both)
 
     group, (tx, tr, t1, t2, both), _ = enter("moe", comm, check)
     choice = chosen(tx, tr, k, normalize, capacity_factor, policy)
-    layer = Moe(tx, tr, t1, t2, both, group, activation, choice, wire)
+    layer = Moe(tx, tr, t1, t2, both, group, activation, choice)
     ends = offsets(split(len(tx.array), int(microbatches)))
     layer.parts = [MicroBatch(layer, range(a, b)) for a, b in pairwise(ends)]
     layer.shape = (len(tx.array), t2.array.shape[2])
@@ -292,7 +285,7 @@ class LayerGradient:
         if dz is not None and layer.shared_z is not None:
             h = activate(layer.shared_z, layer.activation)
             gradients += [product(x_t, dz), product(h.T, dy)]
-        self.sums = [start_sum(g, accumulator(layer.dtype), layer.comm) for g in gradients]
+        self.sums = [start_sum(g, accumulator(layer.dtype), layer.comm.using(wire=None)) for g in gradients]
 
     def result(self) -> Gradients:
         layer = self.layer

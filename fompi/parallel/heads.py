@@ -39,7 +39,6 @@ class Deal:
     heads: int
     kv_heads: int
     comm: Communicator
-    wire: str | None = None
     part: int = 0
     parts: int = 1
 
@@ -87,7 +86,7 @@ def query_heads(array: Array, deal: Deal, dtype: str) -> Pending:
     if deal.parts > 1:
         array = np.concatenate([array[:, heads.start : heads.stop] for heads in deal.queries], 1)
     how: dict[str, Any] = {"split_dim": 1, "concat_dim": 0, "counts": [*map(len, deal.queries)]}
-    return start(all_to_all, array, dtype=dtype, comm=deal.comm, schedule="pairwise", wire=deal.wire, **how)
+    return start(all_to_all, array, dtype=dtype, comm=deal.comm, schedule="pairwise", **how)
 
 
 class ToHeads:
@@ -103,7 +102,6 @@ class ToHeads:
         rows: Sequence[int],
         dtype: str,
         comm: Communicator,
-        wire: str | None,
     ):
         self.arrays, self.rows, self.comm = arrays, rows, comm
         parts = [self._heads_of(rank) if rank != comm.rank else [] for rank in range(comm.size)]
@@ -112,8 +110,7 @@ class ToHeads:
         for part in chain.from_iterable(parts):
             packed[first : first + part.size].reshape(part.shape)[...] = part
             first += part.size
-        how: dict[str, Any] = {"counts": counts, "dtype": dtype, "comm": comm, "schedule": "pairwise", "wire": wire}
-        self.pending = start(all_to_all, packed, **how)
+        self.pending = start(all_to_all, packed, counts=counts, schedule="pairwise", dtype=dtype, comm=comm)
 
     def _heads_of(self, rank: int) -> list[Array]:
         return [x[:, heads[rank].start : heads[rank].stop] for x, heads in self.arrays]
@@ -134,13 +131,11 @@ class Returns:
     """Arrays that go back to the ranks of their tokens, one by one, and are added up there.
 
     `rows`: the tokens of each rank. `heads`: the heads that each rank has computed. `into`: (tokens of this rank, all
-    heads, width), in the dtype of sums. Arrays travel in `dtype`, with messages of the wire.
+    heads, width), in the dtype of sums. Arrays travel in `dtype`.
     """
 
-    def __init__(
-        self, rows: Sequence[int], heads: list[range], into: Array, dtype: str, comm: Communicator, wire: str | None
-    ):
-        self.rows, self.heads, self.into, self.dtype, self.comm, self.wire = rows, heads, into, dtype, comm, wire
+    def __init__(self, rows: Sequence[int], heads: list[range], into: Array, dtype: str, comm: Communicator):
+        self.rows, self.heads, self.into, self.dtype, self.comm = rows, heads, into, dtype, comm
         self.arrays: dict[int, Any] = {}  # by the rank that has computed them: what is here, or in flight
 
     def send(self, owner: int, array: Array) -> None:
@@ -152,7 +147,7 @@ class Returns:
         source = (2 * rank - owner) % size
         there = owner if self._travels(rank, owner) else None
         here = source if self._travels(source, rank) else None
-        pending = transfer(narrow(array, self.dtype).reshape(-1), there, here, self.dtype, self.comm, self.wire)
+        pending = transfer(narrow(array, self.dtype).reshape(-1), there, here, self.dtype, self.comm)
         self.arrays[source] = pending, here is not None
 
     def _travels(self, source: int, owner: int) -> bool:

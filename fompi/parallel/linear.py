@@ -11,7 +11,6 @@ import numpy as np
 from fompi.backends.numbers import contiguous, filled, narrow, ordered_product, ordered_sum, wide_product, widen
 from fompi.base.errors import LayoutError, PlanError, ShapeError, quoted
 from fompi.base.layout import accumulator
-from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import (
     all_gather_matmul,
@@ -35,17 +34,15 @@ from fompi.parallel.arrays import (
     enter,
     enter_backward,
     give,
-    in_words,
+    held_alike,
     keywords_of,
     leaves_of,
     lent,
-    order_of_gradients,
-    same_bits,
+    over_losses,
     start,
     start_sum,
 )
 from fompi.parallel.differentiable import Differentiable, Gradients
-from fompi.plans.problems import ORDERS, order_of
 from fompi.plans.rows import counts_of
 from fompi.tensors.dlpack import Tensor
 
@@ -61,14 +58,12 @@ class Linear(Kept):
     counts: Sequence[int]  # the rows of each rank
     shape: tuple[int, ...]  # of y
     activation: str = "none"
-    wire: str | None = None
-    order: str = "any"
     z: Array | None = None  # y before the activation
 
     @property
     def leaves(self) -> int:
         """How many leaves this rank has of a sum over features, if it has an order of leaves; else 0."""
-        return leaves_of(self.order, self.comm)
+        return leaves_of(self.comm)
 
 
 def _column(
@@ -79,8 +74,6 @@ def _column(
     activation: str = "none",
     comm: Any = None,
     sequence_parallel: bool = True,
-    wire: str | None = None,
-    order: Any = "any",
 ) -> tuple[Any, Linear]:
     """y = activation(all_gather(x) @ w + bias)
 
@@ -90,19 +83,17 @@ def _column(
 
     With `sequence_parallel=False` x is (all rows, ..., k), Replicate. Nothing is sent then: the gradient of x is that
     of this rank's copy. The sum over the ranks is that of `all_reduce`, or of the `row_parallel_linear` that made x.
-    `wire` is the form in which messages carry elements, forward and backward (`fompi.base.wires`). `order` is that of
-    sums: "ranks", or `Canonical(k)`, with k leaves of the features of all ranks. Then y and all gradients have the same
-    bits on any number of ranks. With swiglu a leaf has a part of the first half, and the same part of the second.
+    With order=Canonical(k), k leaves of the features of all ranks, y and all gradients have the same bits on any number
+    of ranks. With swiglu a leaf has a part of the first half, and the same part of the second.
     Raises ShapeError, DtypeError or PlanError on all ranks, or MismatchError if only other ranks refuse.
     """
 
     def check(comm: Communicator) -> tuple[str, tuple[Tensor, Tensor, Tensor | None]]:
         tensors = _linear_tensors(x, w, bias)
         halves = 2 if activation == "swiglu" else 1
-        check_leaves(order, comm, tensors[1].array.shape[1] // halves, not sequence_parallel)
+        check_leaves(comm, tensors[1].array.shape[1] // halves, not sequence_parallel)
         if activation not in ACTIVATIONS:
             raise PlanError(f"activation={quoted(activation, ACTIVATIONS)} must be one of {', '.join(ACTIVATIONS)}")
-        wire_of(wire, tensors[0].dtype)
         if activation == "swiglu" and tensors[1].array.shape[1] % 2:
             raise ShapeError(f"swiglu halves the features: w has {tensors[1].array.shape[1]} columns, an odd number")
         return f"of column_parallel_linear, {activation}", tensors
@@ -111,24 +102,23 @@ def _column(
     if sequence_parallel:
         group, text, (tx, tw, tb) = admit(all_gather_matmul, comm, check)
         added = None if tb is None else tb.array
-        how = {"bias": added, "dtype": tx.dtype, "comm": group, "wire": wire, "order": order_of(order)}
-        pending = begin(all_gather_matmul, text, tx.array, tw.array, **how)
+        pending = begin(all_gather_matmul, text, tx.array, tw.array, bias=added, dtype=tx.dtype, comm=group)
         z, dtype, counts = arrived(pending), tx.dtype, pending.counts
     else:  # nothing is sent, so the ranks agree here
 
         def check_all(comm: Communicator) -> tuple[str, int, tuple[Tensor, Tensor, Tensor | None]]:
             text, tensors = check(comm)
             text += f", {tensors[0].dtype}, x {tensors[0].array.shape}, bias={tensors[2] is not None}"
-            return text + in_words(wire, order_of(order)), 0, tensors
+            return text, 0, tensors
 
         group, (tx, tw, tb), _ = enter("column_parallel_linear", comm, check_all)
         dtype = tx.dtype
-        if order_of(order) in ORDERS:
+        if not leaves_of(group):
             wide = wide_product(tx.array, tw.array, dtype)
             z = narrow(wide if tb is None else wide + widen(tb.array, dtype), dtype)
         else:
             z = narrow(ordered_product(tx.array, tw.array, dtype, 1, None if tb is None else tb.array), dtype)
-    saved = Linear(tx, tw, tb, group, sequence_parallel, counts, z.shape, activation, wire, order_of(order))
+    saved = Linear(tx, tw, tb, group, sequence_parallel, counts, z.shape, activation)
     if activation == "none":
         return lent(z, tx), saved
     saved.z = z
@@ -202,8 +192,6 @@ def _row(
     comm: Any = None,
     sequence_parallel: bool = True,
     counts: Sequence[int] | None = None,
-    wire: str | None = None,
-    order: Any = "any",
 ) -> tuple[Any, Linear]:
     """y = reduce_scatter(x @ w, counts) + bias
 
@@ -211,9 +199,8 @@ def _row(
     or None; its gradient is summed over the ranks. y: (rows of this rank, ..., n), Shard(0). `counts` is the number of
     rows that each rank keeps, by default as even as possible.
 
-    With `sequence_parallel=False` y = all_reduce(x @ w) + bias has all rows, Replicate. `wire` is the form in which
-    messages carry elements, forward and backward (`fompi.base.wires`); the gradient of the bias travels as it is.
-    `order` is as for `column_parallel_linear`.
+    With `sequence_parallel=False` y = all_reduce(x @ w) + bias has all rows, Replicate. With a wire the gradient of the
+    bias travels as it is. An `order` is as for `column_parallel_linear`.
     Raises ShapeError, DtypeError or LayoutError on all ranks, or MismatchError if only other ranks refuse.
     """
 
@@ -221,8 +208,7 @@ def _row(
 
     def check(comm: Communicator) -> tuple[str, tuple[Any, ...]]:
         tensors = _linear_tensors(x, w, bias)
-        wire_of(wire, tensors[0].dtype)
-        check_leaves(order, comm, len(tensors[1].array), False)
+        check_leaves(comm, len(tensors[1].array), False)
         rows = len(tensors[0].array)
         if counts is not None and not sequence_parallel:
             raise LayoutError("counts= is for sequence_parallel=True: without it, every rank keeps all rows")
@@ -231,14 +217,9 @@ def _row(
 
     group, text, (tx, tw, tb, kept) = admit(operation, comm, check)
     added = None if tb is None else tb.array
-    name = order_of(order)
-    options: dict[str, Any] = {"bias": added, "dtype": tx.dtype, "comm": group, "wire": wire, "order": name}
-    if sequence_parallel:
-        options["counts"] = kept
-    elif name == "any":  # all ranks hold y
-        options["schedule"] = same_bits(group)
-    y = arrived(begin(operation, text, tx.array, tw.array, **options))
-    saved = Linear(tx, tw, tb, group, sequence_parallel, kept, y.shape, wire=wire, order=name)
+    how = {"comm": group, "counts": kept} if sequence_parallel else held_alike(group)
+    y = arrived(begin(operation, text, tx.array, tw.array, bias=added, dtype=tx.dtype, **how))
+    saved = Linear(tx, tw, tb, group, sequence_parallel, kept, y.shape)
     return lent(y, tx), saved
 
 
@@ -247,8 +228,8 @@ def _row_dy(saved: Linear, dy: Any) -> Array:
     given = enter_backward("row_parallel_linear", saved, dy)
     if saved.sequence_parallel:
         return given
-    how = {**keywords_of(saved), "order": order_of_gradients(saved.order)}
-    scattered: Array = call(reduce_scatter, given, counts=saved.counts, **how)
+    comm = over_losses(saved.comm)
+    scattered: Array = call(reduce_scatter, given, counts=saved.counts, dtype=saved.dtype, comm=comm)
     return scattered
 
 
@@ -279,8 +260,8 @@ def _start_shared_sum(saved: Linear, d: Array) -> Any:
     """
     if saved.bias is None or saved.leaves:
         return None
-    rows, order = as_rows(widen(d, saved.dtype)), order_of_gradients(saved.order)
-    return start_sum(rows.sum(0), accumulator(saved.dtype), saved.comm, order=order)
+    comm = over_losses(saved.comm).using(wire=None)
+    return start_sum(as_rows(widen(d, saved.dtype)).sum(0), accumulator(saved.dtype), comm)
 
 
 def _shared_sum(saved: Linear, pending: Any, d: Array) -> Any:
@@ -324,6 +305,7 @@ column_parallel_linear = Differentiable(
     inputs=1,
     backward_input=_column_backward_input,
     backward_weight=_column_backward_weight,
+    takes=("wire", "order"),
     name="column_parallel_linear",
 )
 row_parallel_linear = Differentiable(
@@ -333,5 +315,6 @@ row_parallel_linear = Differentiable(
     inputs=1,
     backward_input=_row_backward_input,
     backward_weight=_row_backward_weight,
+    takes=("wire", "order"),
     name="row_parallel_linear",
 )

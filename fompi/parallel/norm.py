@@ -22,7 +22,6 @@ import numpy as np
 from fompi.backends.numbers import contiguous, narrow, widen
 from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import accumulator, number, offsets, split
-from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_gather, all_reduce, reduce_scatter
 from fompi.parallel.arrays import (
@@ -37,17 +36,15 @@ from fompi.parallel.arrays import (
     enter,
     follow,
     give,
-    in_words,
+    held_alike,
     lent,
     memory,
-    order_of_gradients,
-    same_bits,
+    over_losses,
     start,
     start_sum,
     zeros,
 )
 from fompi.parallel.differentiable import Differentiable, Gradients
-from fompi.plans.problems import order_of
 from fompi.tensors.dlpack import Tensor
 
 LEAST_NBYTES = 256 << 10
@@ -63,8 +60,6 @@ class Normed(Kept):
     comm: Communicator
     sharded: bool
     counts: Sequence[int]  # the rows of the residual on each rank
-    wire: str | None
-    order: str
     r: Array
     inverse: Array
 
@@ -77,18 +72,15 @@ def _sum_and_norm(
     eps: float = 1e-6,
     comm: Any = None,
     sharded: bool = False,
-    wire: str | None = None,
-    order: Any = "any",
 ) -> tuple[tuple[Any, Any], Normed]:
     """r = residual + all_reduce(x); y = r / sqrt(mean(r**2, the last dimension) + eps) * weight
 
     x: (rows, ..., n), Partial: each rank has a term. residual and r: (rows, ..., n), the same on all ranks, or with
     `sharded` the rows of this rank, Shard(0), as even as possible. weight: (n,), the same on all ranks. y: (rows, ...,
-    n), Replicate. With `sharded` each row is normed by one rank, and the residual never travels. `wire` is the form in
-    which messages carry elements, forward and backward (`fompi.base.wires`).
+    n), Replicate. With `sharded` each row is normed by one rank, and the residual never travels.
 
-    `order` is that of the sum: "ranks", or `Canonical(k)` where each rank has one subtree of the leaves. Then y and r
-    have the same bits on any number of ranks. Gradients are those of the sum of the losses of all ranks, so with any
+    An `order` is that of the sum: "ranks", or `Canonical(k)` where each rank has one subtree of the leaves. Then y and
+    r have the same bits on any number of ranks. Gradients are those of the sum of the losses of all ranks, so with any
     order they are summed in that of the ranks. That of the weight is summed over them, in float32.
     Raises ShapeError, DtypeError or LayoutError on all ranks, or MismatchError if only other ranks refuse.
     """
@@ -104,14 +96,8 @@ def _sum_and_norm(
             raise ShapeError(f"residual has the shape {tr.array.shape}: with {sharded=} it must be {wanted}")
         if (number(eps) or -1) < 0:
             raise LayoutError(f"eps={eps!r} must be a number > 0")
-        wire_of(wire, tx.dtype)
-        check_leaves(order, comm, 0, True)
-        return f"of all_reduce_rmsnorm, x {tx.array.shape}, {eps=}, {sharded=}{in_words(wire, order_of(order))}", (
-            tx,
-            tr,
-            tw,
-            list(rows),
-        )
+        check_leaves(comm, 0, True)
+        return f"of all_reduce_rmsnorm, x {tx.array.shape}, {eps=}, {sharded=}", (tx, tr, tw, list(rows))
 
     group, text, (tx, tr, tw, rows) = admit(reduce_scatter if sharded else all_reduce, comm, check)
     dtype, wide, scale = tx.dtype, accumulator(tx.dtype), widen(tw.array, tx.dtype)
@@ -124,10 +110,9 @@ def _sum_and_norm(
         inverse[at] = 1 / np.sqrt(np.mean(np.square(r[at]), -1, keepdims=True) + r.dtype.type(eps))
         return narrow(r[at] * inverse[at] * scale, dtype)
 
-    name = order_of(order)
-    moves = _Halves(group, rows, tx.array.shape, tx.array.nbytes, sharded, dtype, wire, name)
+    moves = _Halves(group, rows, tx.array.shape, tx.array.nbytes, sharded, dtype)
     y = moves.there_and_back(tx.array, norm, text)
-    saved = Normed(tx, tr, tw, group, sharded, rows, wire, name, r, inverse)
+    saved = Normed(tx, tr, tw, group, sharded, rows, r, inverse)
     return (lent(y, tx), give(r, tr)), saved
 
 
@@ -142,12 +127,8 @@ class _Halves:
         nbytes: int,
         sharded: bool,
         dtype: str,
-        wire: str | None,
-        order: str,
     ):
         self.comm, self.sharded, self.shape, self.dtype = comm, sharded, shape, dtype
-        self.how: dict[str, Any] = {"dtype": dtype, "comm": comm, "wire": wire}
-        self.order = order
         self.count = 2 if nbytes >= LEAST_NBYTES and comm.size > 1 else 1
         self.cuts = [offsets(split(n, self.count)) for n in rows]  # of the rows of each rank
         self.first = offsets(rows) if sharded else [0] * len(rows)  # where they begin among all
@@ -164,13 +145,11 @@ class _Halves:
     def sum_of(self, x: Array, half: int, begins: Any) -> Any:
         """The sum of the rows of this half: all of them, or those that this rank keeps. `begins` starts it."""
         if not self.sharded:
-            part = contiguous(x[self.own(half)])
-            how = {"schedule": same_bits(self.comm)} if self.order == "any" else {"order": self.order}
-            return begins(all_reduce, part, **how, **self.how)
+            return begins(all_reduce, contiguous(x[self.own(half)]), dtype=self.dtype, **held_alike(self.comm))
         runs = [self.rows_of(half, rank) for rank in range(self.comm.size)]
         packed = np.concatenate([x[run] for run in runs]) if self.count > 1 else x
         counts = [run.stop - run.start for run in runs]
-        return begins(reduce_scatter, packed, counts=counts, order=self.order, **self.how)
+        return begins(reduce_scatter, packed, counts=counts, dtype=self.dtype, comm=self.comm)
 
     def there_and_back(self, x: Array, work: Any, text: str | None = None) -> Array:
         """work(own rows, their sum), gathered: of all rows. With a `text` the ranks begin here, and compare it."""
@@ -182,7 +161,7 @@ class _Halves:
                 pending = self.sum_of(x, half + 1, start)
             made = work(self.own(half), total)
             if self.sharded:
-                gathers.append(start(all_gather, made, **self.how))
+                gathers.append(start(all_gather, made, dtype=self.dtype, comm=self.comm))
             else:
                 result[self.own(half)] = made
         for half, gather in enumerate(gathers):
@@ -220,22 +199,27 @@ def _backward(saved: Normed, given: Any) -> Gradients:
         g[at] = inner * saved.inverse[at] + widen(dr[at], dtype)
         return narrow(g[at], dtype)
 
-    rows, order = saved.counts, order_of_gradients(saved.order)
-    moves = _Halves(group, rows, shape, saved.x.array.nbytes, saved.sharded, dtype, saved.wire, order)
+    summing = over_losses(group)
+    moves = _Halves(summing, saved.counts, shape, saved.x.array.nbytes, saved.sharded, dtype)
     if saved.sharded:
         dx = moves.there_and_back(dy, back)
     else:
         sums = []
         for half in range(moves.count):  # the sum of one half moves while the other one is computed
             at = moves.own(half)
-            sums.append(start_sum(back(at, dy[at]), dtype, group, saved.wire, order))
+            sums.append(start_sum(back(at, dy[at]), dtype, summing))
         dx = memory(group, shape, dy.dtype, dy)
         for half, pending in enumerate(sums):
             dx[moves.own(half)] = arrived(pending)
-    total = arrived(start_sum(dweight, wide, group, order=order))
+    total = arrived(start_sum(dweight, wide, summing.using(wire=None)))
     return lent(dx, saved.x), give(g, saved.residual), give(total, saved.weight)
 
 
 all_reduce_rmsnorm = Differentiable(
-    _sum_and_norm, _backward, tensors=("x", "residual", "weight"), inputs=2, name="all_reduce_rmsnorm"
+    _sum_and_norm,
+    _backward,
+    tensors=("x", "residual", "weight"),
+    inputs=2,
+    takes=("wire", "order"),
+    name="all_reduce_rmsnorm",
 )

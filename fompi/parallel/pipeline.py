@@ -22,6 +22,7 @@ from fompi.backends.base import Backend
 from fompi.backends.cuda import backend_of
 from fompi.backends.numbers import for_numpy, place
 from fompi.backends.numpy import Numpy
+from fompi.base.call_options import of_carrier
 from fompi.base.errors import DtypeError, PlanError, ShapeError, StateError, TensorError, quoted
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
@@ -104,7 +105,9 @@ class Pipeline:
         overlap_f_b: bool = False,
         device: Any = None,
     ):
-        self.comm = Communicator.of(comm)
+        carrier = Communicator.of(comm)
+        wire, _ = of_carrier(carrier, wire)
+        self.comm = carrier.plain
         self.loss, self.dtype, self.framework, self.microbatches = loss, dtype, framework, microbatches
         self.closed, self.checked, self._steps = False, checked, 0
         refusal, text = None, "a pipeline"

@@ -38,11 +38,10 @@ class RingStep:
 
 @dataclass(frozen=True)
 class AttentionRing:
-    """The ranks round which keys and values of `dtype` go, with messages of the wire."""
+    """The ranks round which keys and values of `dtype` go, in messages."""
 
     local: LocalAttention
     comm: Communicator
-    wire: str | None = None
 
     @property
     def dtype(self) -> str:
@@ -51,7 +50,7 @@ class AttentionRing:
     def _shift(self, dtype: str, *arrays: Array) -> list[Any]:
         """The arrays travel to the next rank, each in a message, and those of the rank before come."""
         rank, size = self.comm.rank, self.comm.size
-        return [transfer(a, (rank + 1) % size, (rank - 1) % size, dtype, self.comm, self.wire) for a in arrays]
+        return [transfer(a, (rank + 1) % size, (rank - 1) % size, dtype, self.comm) for a in arrays]
 
     def _circle(self, k: Array, v: Array) -> Iterator[tuple[int, Array, Array]]:
         """(source, keys, values) of each rank in turn, this one first. The next ones travel while these are used."""

@@ -18,7 +18,6 @@ import numpy as np
 from fompi.backends.numbers import filled, widen
 from fompi.base.errors import DtypeError, LayoutError, ShapeError
 from fompi.base.layout import accumulator
-from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
 from fompi.parallel.arrays import (
     Array,
@@ -29,7 +28,6 @@ from fompi.parallel.arrays import (
     enter_backward,
     follow,
     give,
-    in_words,
     lent,
     start_sum,
 )
@@ -48,7 +46,6 @@ class Gate:
     router: Tensor
     choice: Choice
     comm: Communicator
-    wire: str | None
 
 
 @dataclass
@@ -85,19 +82,16 @@ def _gate(
     normalize: bool = True,
     capacity_factor: float | None = None,
     policy: str = "probs",
-    wire: str | None = None,
     into: list[Gate] | None = None,
 ) -> tuple[Any, Gate]:
     """weights = softmax(x @ router)[the k best experts]. `into` gets the Gate too."""
 
     def check(_: Communicator) -> tuple[str, int, tuple[Tensor, Tensor]]:
         tx, tr, text = check_route(x, router, k, normalize, capacity_factor, policy)
-        wire_of(wire, tx.dtype)
-        text += in_words(wire)
         return text, 0, (tx, tr)
 
     group, (tx, tr), _ = enter("route", comm, check)
-    gate = Gate(tx, tr, chosen(tx, tr, k, normalize, capacity_factor, policy), group, wire)
+    gate = Gate(tx, tr, chosen(tx, tr, k, normalize, capacity_factor, policy), group)
     if into is not None:
         into.append(gate)
     return lent(gate.choice.weights, tx, accumulator(tx.dtype)), gate
@@ -120,7 +114,7 @@ def _gate_backward(saved: Gate, dweights: Any) -> Gradients:
 class _Routing:
     """r = Route(the k best experts of each row, and their weights)
 
-    x: (rows of this rank, h), router: (h, experts), and the keywords are those of `moe`. The `wire` is that
+    x: (rows of this rank, h), router: (h, experts), and the keywords are those of `moe`. A wire is that
     of the rows in `dispatch` and `combine`, forward and backward.
 
         r = route(x, router, k=2, comm=ep)
@@ -143,7 +137,7 @@ class _Routing:
         return self._route(weights, gate), gate
 
     def _route(self, weights: Any, gate: Gate) -> Route:
-        exchange = Exchange(gate.choice, range(len(gate.choice.kept)), gate.comm, apart=False, wire=gate.wire)
+        exchange = Exchange(gate.choice, range(len(gate.choice.kept)), gate.comm, apart=False)
         exchange.announce()
         counting = start_count(gate.choice, exchange.chosen, gate.comm)
         exchange.settle()

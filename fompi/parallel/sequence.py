@@ -22,9 +22,8 @@ import numpy as np
 from fompi.backends.numbers import widen
 from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import accumulator
-from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
-from fompi.parallel.arrays import Array, arrived, borrow, borrow_gradient, enter, follow, give, in_words, lent, zeros
+from fompi.parallel.arrays import Array, arrived, borrow, borrow_gradient, enter, follow, give, lent, zeros
 from fompi.parallel.attention import Rule, check_heads
 from fompi.parallel.differentiable import Differentiable, Gradients
 from fompi.parallel.heads import Deal, Returns, ToHeads, query_heads, return_all
@@ -48,7 +47,6 @@ class Saved:
     local: LocalAttention
     shape: tuple[int, ...]
     comms: tuple[Communicator, ...]
-    wire: str | None = None
     steps: Any = None
 
     @property
@@ -66,7 +64,6 @@ def _check(
     rank: int,
     causal: bool,
     scale: float | None,
-    wire: str | None,
     attention: Any,
 ) -> tuple[str, int, Saved]:
     """The tensors of this rank, checked, and a text that must be the same on all ranks."""
@@ -84,10 +81,8 @@ def _check(
             "(tokens, key/value heads, d), (tokens, key/value heads, e)"
         )
     text = f"{in_few_words(sharding)}, {tq.dtype}, {heads} and {kv_heads} heads, d={d}, e={e}, {causal=}, {scale=}"
-    wire_of(wire, tq.dtype)
-    text += in_words(wire)
     local = LocalAttention(Rule(bool(causal), scale, sharding.cu_seqlens), tq.dtype, tq, attention)
-    saved = Saved(borrowed, local, (len(tq.array), heads, e), (), wire)
+    saved = Saved(borrowed, local, (len(tq.array), heads, e), ())
     return text, 0, saved
 
 
@@ -134,7 +129,6 @@ def _ring(
     comm: Any = None,
     causal: bool = False,
     scale: float | None = None,
-    wire: str | None = None,
     attention: Any = None,
 ) -> tuple[Any, Saved]:
     """o = softmax(scale * q @ all keys.T) @ all values
@@ -147,28 +141,27 @@ def _ring(
     `attention`: the kernel of a rank, (q, k, v, mask) -> (o, lse) (`fompi.parallel.local`). By default it is that of
     torch for tensors of torch, else NumPy's functions.
 
-    Keys and values go round the ranks; results are merged in float32, or float64 for such tensors. `wire` is the form
-    in which messages carry elements, forward and backward (`fompi.base.wires`): keys and values are rounded alike at
-    each step, their gradients once at each step.
+    Keys and values go round the ranks; results are merged in float32, or float64 for such tensors. With a wire,
+    keys and values are rounded alike at each step, their gradients once at each step.
     Raises LayoutError, ShapeError or DtypeError on all ranks, or MismatchError if only other ranks refuse.
     """
 
     def check(comm: Communicator) -> tuple[str, int, Saved]:
         check_ranks(sharding, comm.size)
-        return _check((q, k, v), sharding, comm.rank, causal, scale, wire, attention)
+        return _check((q, k, v), sharding, comm.rank, causal, scale, attention)
 
     group, saved, _ = enter("ring_attention", comm, check)
     saved.comms = (group,)
     q, k, v = (tensor.array for tensor in saved.tensors)
     at = [sharding.indices(rank) for rank in range(group.size)]
     reads = _reads(q.shape[1], k.shape[1])
-    o, saved.steps = AttentionRing(saved.local, group, wire).run(q, k, v, at, reads)
+    o, saved.steps = AttentionRing(saved.local, group).run(q, k, v, at, reads)
     return lent(o.copy(), saved.like), saved  # the backward needs o as it is
 
 
 def _ring_backward(saved: Saved, do: Any) -> Gradients:
     array = _enter_backward("ring_attention", saved, do)
-    ring = AttentionRing(saved.local, saved.comms[0], saved.wire)
+    ring = AttentionRing(saved.local, saved.comms[0])
     return _give(ring.backward(saved.steps, array), saved)
 
 
@@ -184,7 +177,6 @@ def _ulysses(
     comm: Any = None,
     causal: bool = False,
     scale: float | None = None,
-    wire: str | None = None,
     attention: Any = None,
 ) -> tuple[Any, Saved]:
     """o = softmax(scale * q @ all keys.T) @ all values
@@ -199,20 +191,19 @@ def _ulysses(
     An all-to-all gives each rank all tokens of some heads, as even as possible. The attention begins with the tokens
     that are there. The results of a rank's queries leave as soon as they have seen all keys, those of this rank last.
     If messages are long, the heads of a rank are cut into slices, one after the other (`heads.Deal.slices`).
-    A key/value head is on every rank that has one of its query heads. `wire` is the form in which messages carry
-    elements, forward and backward (`fompi.base.wires`).
+    A key/value head is on every rank that has one of its query heads.
     Raises LayoutError, ShapeError or DtypeError on all ranks, or MismatchError if only other ranks refuse.
     """
 
     def check(comm: Communicator) -> tuple[str, int, Saved]:
         check_ranks(sharding, comm.size)
-        return _check((q, k, v), sharding, comm.rank, causal, scale, wire, attention)
+        return _check((q, k, v), sharding, comm.rank, causal, scale, attention)
 
     group, saved, _ = enter("ulysses_attention", comm, check)
     saved.comms = (group,)
     arrays = [tensor.array for tensor in saved.tensors]
     (_, heads, d), (_, kv_heads, e) = arrays[0].shape, arrays[2].shape
-    deal = Deal(heads, kv_heads, group, wire)
+    deal = Deal(heads, kv_heads, group)
     nbytes = max(sharding.rows) * (d + (d + e) * kv_heads // heads) * arrays[0].itemsize
     tokens, result = Tokens.of(sharding, group.rank), zeros(group, saved.shape, accumulator(saved.dtype), arrays[0])
     saved.steps = [UlyssesSlice(part, tokens, saved.local) for part in deal.slices(nbytes)]
@@ -251,14 +242,13 @@ def _usp(
     ulysses: Any = None,
     causal: bool = False,
     scale: float | None = None,
-    wire: str | None = None,
     attention: Any = None,
 ) -> tuple[Any, Saved]:
     """o = softmax(scale * q @ all keys.T) @ all values
 
     The tensors and `attention` are those of `ring_attention`. `ring` and `ulysses` are the axes of a mesh:
     Mesh(ring=..., ulysses=...). The ranks of one place in the ring exchange tokens for heads, and each head goes round
-    the ring. `wire` is as there.
+    the ring.
     Raises LayoutError, ShapeError or DtypeError on all ranks, or MismatchError if only other ranks refuse.
     """
     refusal: Exception | None = None
@@ -276,7 +266,7 @@ def _usp(
                 f"{around.size} and {across.size} ranks"
             )
         rank = around.rank * across.size + across.rank
-        return _check((q, k, v), sharding, rank, causal, scale, wire, attention)
+        return _check((q, k, v), sharding, rank, causal, scale, attention)
 
     for name, axis in (("ulysses", ulysses), ("ring", ring)):
         try:  # a refusal of one rank reaches the ranks of its row, and by them all others
@@ -290,17 +280,17 @@ def _usp(
         raise refusal  # type: ignore[misc]
     saved.comms = across, around = (axes[0], axes[1])
     dtype, (q, k, v) = saved.dtype, (tensor.array for tensor in saved.tensors)
-    deal = Deal(q.shape[1], k.shape[1], across, wire)
+    deal = Deal(q.shape[1], k.shape[1], across)
     rows = [len(sharding.indices(around.rank * across.size + rank)) for rank in range(across.size)]
     queries, keys = deal.queries, deal.keys
-    to_heads = ToHeads([(q, queries), (k, keys), (v, keys)], rows, dtype, across, wire)
+    to_heads = ToHeads([(q, queries), (k, keys), (v, keys)], rows, dtype, across)
     parts = [to_heads.of(rank) for rank in range(across.size)]
     full_q, full_k, full_v = (np.concatenate(of_all) for of_all in zip(*parts, strict=True))
     to_heads.pending.wait()
     at = [sharding.ring_indices(rank) for rank in range(around.size)]
-    o, step = AttentionRing(saved.local, around, wire).run(full_q, full_k, full_v, at, deal.reads)
+    o, step = AttentionRing(saved.local, around).run(full_q, full_k, full_v, at, deal.reads)
     result = zeros(across, saved.shape, accumulator(dtype), o)
-    return_all(widen(o, dtype), Returns(rows, queries, result, dtype, across, wire))
+    return_all(widen(o, dtype), Returns(rows, queries, result, dtype, across))
     saved.steps = step, deal, rows
     return give(result, saved.tensors[0]), saved
 
@@ -311,12 +301,12 @@ def _usp_backward(saved: Saved, do: Any) -> Gradients:
     wide = accumulator(dtype)
     queries, keys = deal.queries, deal.keys
     do = arrived(query_heads(array, deal, dtype))
-    full_dq, dk, dv = AttentionRing(saved.local, around, saved.wire).backward(step, do)
+    full_dq, dk, dv = AttentionRing(saved.local, around).backward(step, do)
     dq = zeros(across, tq.array.shape, wide, full_dq)
     dkv = zeros(across, (*tk.array.shape[:2], tk.array.shape[2] + tv.array.shape[2]), wide, dk)
-    return_all(full_dq, Returns(rows, queries, dq, dtype, across, saved.wire))
+    return_all(full_dq, Returns(rows, queries, dq, dtype, across))
     sent = wide if deal.shares else dtype
-    return_all(np.concatenate([dk, dv], 2), Returns(rows, keys, dkv, sent, across, saved.wire))
+    return_all(np.concatenate([dk, dv], 2), Returns(rows, keys, dkv, sent, across))
     return _give((dq, dkv[..., : tk.array.shape[2]], dkv[..., tk.array.shape[2] :]), saved)
 
 

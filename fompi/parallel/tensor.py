@@ -21,7 +21,6 @@ import numpy as np
 from fompi.backends.numbers import contiguous, narrow, wide_product, widen
 from fompi.base.errors import ShapeError
 from fompi.base.layout import accumulator, offsets, split
-from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import (
     all_gather_matmul,
@@ -39,7 +38,6 @@ from fompi.parallel.arrays import (
     call,
     enter,
     enter_backward,
-    in_words,
     keywords_of,
     lent,
     memory,
@@ -93,7 +91,6 @@ class Heads(Kept):
     o: Array
     lse: Array
     shape: tuple[int, ...]
-    wire: str | None
 
 
 def _attention(
@@ -110,7 +107,6 @@ def _attention(
     scale: float | None = None,
     cu_seqlens: Any = None,
     query_split: bool = True,
-    wire: str | None = None,
     attention: Any = None,
 ) -> tuple[Any, Heads]:
     """q, k, v = all_gather(x) @ wq, wk, wv; y = reduce_scatter(softmax(scale * q @ k.T) @ v @ wo)
@@ -123,8 +119,8 @@ def _attention(
     softmax, values and output projection are computed for the queries of one rank after the other, those of this rank
     last. A result leaves for its rank while the next one is computed (CommFuse, arXiv 2604.24013). The gradients of a
     key/value head that several ranks hold are summed over them. `attention`: the kernel of a rank, (q, k, v, mask) ->
-    (o, lse) (`fompi.parallel.local`); dimensions of a batch are heads there. `wire` is the form in which messages carry
-    elements, forward and backward (`fompi.base.wires`); the sums over those who hold a head travel as they are.
+    (o, lse) (`fompi.parallel.local`); dimensions of a batch are heads there. With a wire the sums over
+    those who hold a head travel as they are.
     Raises LayoutError, ShapeError or DtypeError on all ranks, or MismatchError if only other ranks refuse.
     """
 
@@ -143,11 +139,10 @@ def _attention(
                     f"{name} has the shape {tensor.array.shape}, but rank {comm.rank} has {len(mine)} of {heads} query "
                     f"heads and {len(keys)} of {kv_heads} key/value heads: with heads of {d} numbers it must be {shape}"
                 )
-        wire_of(wire, tx.dtype)
         check_kernel(attention)
         rule = Rule(causal, scale, check_documents(cu_seqlens, None))
         text = f"{tx.dtype}, x (rows, {tx.array.shape[1:]}), n={out}, {heads=}, {kv_heads=}, {causal=}, {scale=}, "
-        text += f"{query_split=}, cu_seqlens={rule.cu_seqlens}" + in_words(wire)
+        text += f"{query_split=}, cu_seqlens={rule.cu_seqlens}"
         text += f", {d} numbers a head" if heads >= comm.size else ""
         return text, len(tx.array), (tx, weights, d, rule)
 
@@ -160,7 +155,7 @@ def _attention(
     mine, keys = heads_of(rank, size, heads, kv_heads)
     total, between, batch = sum(counts), tx.array.shape[1:-1], prod(tx.array.shape[1:-1])
     arrays = [w.array for w in weights]
-    _, projected = call(all_gather_matmul_many, tx.array, arrays[:3], dtype=dtype, comm=group, wire=wire)
+    _, projected = call(all_gather_matmul_many, tx.array, arrays[:3], dtype=dtype, comm=group)
     q, k, v = (a.reshape(total, batch * len(have), d) for a, have in zip(projected, (mine, keys, keys), strict=True))
     reads = [b * len(keys) + h // (heads // kv_heads) - keys.start for b in range(batch) for h in mine]
     at = np.arange(total)
@@ -182,18 +177,17 @@ def _attention(
             term = wide_product(attend_to(first[owner], first[owner + 1]), arrays[3], dtype)
             if owner != rank:
                 there, here = owner if counts[owner] else None, source if counts[rank] else None
-                arrive.append(transfer(term, there, here, accumulator(dtype), group, wire))
+                arrive.append(transfer(term, there, here, accumulator(dtype), group))
         for pending in arrive:
             other = arrived(pending)
             if counts[rank]:
                 add(term, other)
         y = narrow(term, dtype)
     else:
-        how = {"counts": counts, "dtype": dtype, "comm": group, "wire": wire}
-        y = call(matmul_reduce_scatter, attend_to(0, total), arrays[3], **how)
+        y = call(matmul_reduce_scatter, attend_to(0, total), arrays[3], counts=counts, dtype=dtype, comm=group)
     saved = Heads(
         x=tx, weights=weights, comm=group, counts=counts, heads=heads, kv_heads=kv_heads, head_dim=d, batch=batch,
-        local=local, reads=reads, q=q, k=k, v=v, o=o, lse=lse, shape=y.shape, wire=wire,
+        local=local, reads=reads, q=q, k=k, v=v, o=o, lse=lse, shape=y.shape,
     )  # fmt: skip
     return lent(y, tx), saved
 
@@ -264,7 +258,7 @@ def _weight_gradients(saved: Heads, dw: Array) -> Gradients:
         ]
         for i, columns in ours:
             terms[0, i], terms[1, i] = widen(dwk[:, columns], dtype), widen(dwv[:, columns], dtype)
-        sums = arrived(start_sum(terms, accumulator(dtype), saved.comm))
+        sums = arrived(start_sum(terms, accumulator(dtype), saved.comm.using(wire=None)))
         dwk, dwv = dwk.copy(), dwv.copy()
         for i, columns in ours:
             dwk[:, columns], dwv[:, columns] = narrow(sums[0, i], dtype), narrow(sums[1, i], dtype)

@@ -51,7 +51,7 @@ class UlyssesSlice:
         """The tokens of all ranks, on their way."""
         deal = self.deal
         arrays = [(q, deal.queries), (k, deal.keys), (v, deal.keys)]
-        return ToHeads(arrays, self.tokens.rows, self.dtype, deal.comm, deal.wire)
+        return ToHeads(arrays, self.tokens.rows, self.dtype, deal.comm)
 
     def forward(self, arriving: ToHeads, result: Array, then: Callable[[bool], None]) -> Returns:
         """The results, on their way to `result`. `then` is told whether all tokens are here.
@@ -67,7 +67,7 @@ class UlyssesSlice:
         self.k, self.v = (memory(comm, (count, kv_heads, a.shape[2]), a.dtype, a) for a in (y, z))
         o = memory(comm, (count, heads, z.shape[2]), accumulator(dtype), z)
         self.lse = lse = memory(comm, o.shape[:2], o.dtype, o)
-        returns = Returns(tokens.rows, queries, result, dtype, comm, deal.wire)
+        returns = Returns(tokens.rows, queries, result, dtype, comm)
 
         def partial(of: slice, over: slice) -> tuple[Array, Array]:
             return self.local.attend(self.q[of], self.k[over], self.v[over], deal.reads, at[of], at[over])
@@ -111,8 +111,8 @@ class UlyssesSlice:
         dkv = zeros(comm, (*k.shape[:2], width + v.shape[2]), wide, q)
         given[runs[0]] = do[:, own.start : own.stop]
         sent = wide if deal.shares else dtype  # what is summed later travels in the dtype of sums
-        keys = Returns(tokens.rows, deal.keys, into[0], sent, comm, deal.wire)
-        queries = Returns(tokens.rows, deal.queries, into[1], dtype, comm, deal.wire)
+        keys = Returns(tokens.rows, deal.keys, into[0], sent, comm)
+        queries = Returns(tokens.rows, deal.queries, into[1], dtype, comm)
 
         def add(of: slice, over: slice) -> None:
             results = o[of], self.lse[of], given[of]

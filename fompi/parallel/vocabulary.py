@@ -13,7 +13,6 @@ from fompi.backends.numbers import filled, narrow, ordered_product, place, widen
 from fompi.base.differences import detail
 from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import accumulator, integer, number
-from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_gather, all_reduce, reduce_scatter
 from fompi.parallel.arrays import (
@@ -27,16 +26,14 @@ from fompi.parallel.arrays import (
     enter,
     enter_backward,
     give,
-    in_words,
     keywords_of,
     leaves_of,
     lent,
-    order_of_gradients,
+    over_losses,
     start_sum,
     zeros,
 )
 from fompi.parallel.differentiable import Differentiable, Gradients
-from fompi.plans.problems import order_of
 from fompi.plans.rows import counts_of
 from fompi.tensors.dlpack import Tensor
 
@@ -52,8 +49,6 @@ class Embedding:
     comm: Communicator
     sequence_parallel: bool
     shape: tuple[int, ...]
-    wire: str | None
-    order: str = "any"
 
     @property
     def dtype(self) -> str:
@@ -71,16 +66,14 @@ def _embedding(
     comm: Any = None,
     sequence_parallel: bool = True,
     counts: Sequence[int] | None = None,
-    wire: str | None = None,
-    order: Any = "any",
 ) -> tuple[Any, Embedding]:
     """y = reduce_scatter(all rows of the table [tokens], counts)
 
     tokens: (all rows, ...), integers, the same on all ranks. table: (rows of this rank, n): each rank has a part of the
     vocabulary, in the order of the ranks, of any size. y: (rows of this rank, ..., n), Shard(0). `counts` is the number
-    of rows that each rank keeps, by default as even as possible. With `sequence_parallel=False` y has all rows. `wire`
-    is the form in which messages carry elements, forward and backward (`fompi.base.wires`). `order` is that of the
-    sums of gradients over the ranks. The forward adds zeros to one row: all numbers of ranks have the same bits.
+    of rows that each rank keeps, by default as even as possible. With `sequence_parallel=False` y has all rows.
+    An `order` is that of the sums of gradients over the ranks. The forward adds zeros to one row: all numbers of ranks
+    have the same bits.
 
     Only the table has a gradient. Raises LayoutError for tokens that are not in the vocabulary. On a device, where the
     host does not read tokens, y is NaN for them.
@@ -93,12 +86,11 @@ def _embedding(
             raise ShapeError("tokens has no dimension: it must be (rows, ...)")
         if counts is not None and not sequence_parallel:
             raise LayoutError("counts= is for sequence_parallel=True: without it, every rank keeps all rows")
-        wire_of(wire, tt.dtype)
-        check_leaves(order, comm, 0, False)
+        check_leaves(comm, 0, False)
         rows = len(numbers)
         kept = list(counts_of("vocab_parallel_embedding", counts, rows, comm.size, "the rows"))
         text = f"{tt.dtype}, {_checksum('tokens', numbers)}, n={tt.array.shape[1]}, rows {kept}"
-        text += f", {sequence_parallel=}" + in_words(wire, order_of(order))
+        text += f", {sequence_parallel=}"
         return text, len(tt.array), (numbers, tt, kept)
 
     group, (numbers, tt, kept), parts = enter("vocab_parallel_embedding", comm, check)
@@ -114,10 +106,10 @@ def _embedding(
         wrong = (numbers < 0) | (numbers >= total)
         y = np.where(wrong[..., None], narrow(filled((1,), accumulator(tt.dtype), np.nan, table), tt.dtype), y)
     if sequence_parallel:
-        y = call(reduce_scatter, y, counts=kept, dtype=tt.dtype, comm=group, wire=wire)
+        y = call(reduce_scatter, y, counts=kept, dtype=tt.dtype, comm=group.using(order="any"))
     else:
-        y = arrived(start_sum(y, tt.dtype, group, wire))
-    saved = Embedding(tt, local, ours, len(numbers), group, sequence_parallel, y.shape, wire, order_of(order))
+        y = arrived(start_sum(y, tt.dtype, group.using(order="any")))
+    saved = Embedding(tt, local, ours, len(numbers), group, sequence_parallel, y.shape)
     return lent(y, tt), saved
 
 
@@ -133,7 +125,7 @@ def _embedding_backward(saved: Embedding, dy: Any) -> Gradients:
     if saved.sequence_parallel:
         full = call(all_gather, given, **keywords_of(saved))
     else:
-        full = arrived(start_sum(given, saved.dtype, saved.comm, saved.wire, order_of_gradients(saved.order)))
+        full = arrived(start_sum(given, saved.dtype, over_losses(saved.comm)))
     wide = widen(full, saved.dtype)
     gradient = zeros(saved.comm, saved.table.array.shape, wide.dtype, wide)
     if len(gradient):
@@ -170,7 +162,6 @@ class CrossEntropy:
     kept: Array  # False for the rows whose target is ignored
     comm: Communicator
     shape: tuple[int, ...]
-    order: str = "any"
 
     @property
     def dtype(self) -> str:
@@ -188,14 +179,13 @@ def _cross_entropy(
     comm: Any = None,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
-    order: Any = "any",
 ) -> tuple[Any, CrossEntropy]:
     """losses = -log(softmax(all logits of a row))[target], for each row; 0 where target == ignore_index
 
     logits: (all rows, ..., vocabulary of this rank), Shard(-1). targets: (all rows, ...), integers, the same on all
     ranks. losses: (all rows, ...), Replicate; float32 for half types. `label_smoothing` and `ignore_index` are as in
     torch with reduction="none": a row that is ignored has no gradient. For a mean, divide by the rows that count.
-    `order` is that of sums: "ranks", or `Canonical(k)`, with k leaves of the vocabulary of all ranks.
+    With order=Canonical(k) sums have k leaves of the vocabulary of all ranks. There is no wire: all travels as it is.
 
     Gradients are those of the sum of the losses of all ranks. A loss that all ranks compute alike counts once per rank:
     divide it by `comm.size`. Raises LayoutError for targets that are not in the vocabulary. On a device, where the host
@@ -214,9 +204,8 @@ def _cross_entropy(
             raise LayoutError(f"label_smoothing={label_smoothing!r} must be a number from 0 to 1")
         if integer(ignore_index) is None:
             raise LayoutError(f"ignore_index={ignore_index!r} must be an integer")
-        check_leaves(order, comm, tl.array.shape[-1], True)
+        check_leaves(comm, tl.array.shape[-1], True)
         text = f"{tl.dtype}, {_checksum('targets', numbers)}, {label_smoothing=}, {ignore_index=}"
-        text += in_words(None, order_of(order))
         return text, tl.array.shape[-1], (tl, numbers)
 
     group, (tl, numbers), parts = enter("vocab_parallel_cross_entropy", comm, check)
@@ -233,20 +222,20 @@ def _cross_entropy(
     local, ours = _ours(numbers, parts, group.rank)
     ours = ours & kept
     terms = zeros(group, (3, len(z)), dtype, z)
-    leaves = leaves_of(order_of(order), group)
+    leaves = leaves_of(group)
     terms[0] = _sum_of_features(e, leaves)
     if z.shape[1]:
         terms[1] = np.where(ours, np.take_along_axis(z, local[:, None], 1)[:, 0], z.dtype.type(0))
     if label_smoothing:
         terms[2] = _sum_of_features(z, leaves)
-    total, chosen, sums = arrived(start_sum(terms, dtype, group, order=order_of(order)))
+    total, chosen, sums = arrived(start_sum(terms, dtype, group))
     losses = np.log(total) - (1 - label_smoothing) * chosen - label_smoothing / max(vocabulary, 1) * sums
     losses = np.where(kept, losses, losses.dtype.type(0))
     if place(z) is not None:
         losses = np.where(kept & ((numbers < 0) | (numbers >= vocabulary)), losses.dtype.type(np.nan), losses)
     shape = tl.array.shape[:-1]
     of_row = e / total[:, None], local, ours
-    saved = CrossEntropy(tl, *of_row, label_smoothing, vocabulary, kept, group, shape, order_of(order))
+    saved = CrossEntropy(tl, *of_row, label_smoothing, vocabulary, kept, group, shape)
     return lent(losses.astype(dtype, copy=False).reshape(shape), tl, dtype), saved
 
 
@@ -259,7 +248,7 @@ def _sum_of_features(a: Array, leaves: int) -> Array:
 
 def _cross_entropy_backward(saved: CrossEntropy, dlosses: Any) -> Gradients:
     given = enter_backward("vocab_parallel_cross_entropy", saved, dlosses)
-    summed = arrived(start_sum(given, saved.dtype, saved.comm, order=order_of_gradients(saved.order))).reshape(-1, 1)
+    summed = arrived(start_sum(given, saved.dtype, over_losses(saved.comm))).reshape(-1, 1)
     d = saved.probabilities - saved.probabilities.dtype.type(saved.smoothing / max(saved.vocabulary, 1))
     if d.shape[1]:
         at = saved.local[:, None]
@@ -271,8 +260,18 @@ def _cross_entropy_backward(saved: CrossEntropy, dlosses: Any) -> Gradients:
 
 
 vocab_parallel_embedding = Differentiable(
-    _embedding, _embedding_backward, tensors=("table",), inputs=0, name="vocab_parallel_embedding"
+    _embedding,
+    _embedding_backward,
+    tensors=("table",),
+    inputs=0,
+    takes=("wire", "order"),
+    name="vocab_parallel_embedding",
 )
 vocab_parallel_cross_entropy = Differentiable(
-    _cross_entropy, _cross_entropy_backward, tensors=("logits",), inputs=1, name="vocab_parallel_cross_entropy"
+    _cross_entropy,
+    _cross_entropy_backward,
+    tensors=("logits",),
+    inputs=1,
+    takes=("order",),
+    name="vocab_parallel_cross_entropy",
 )

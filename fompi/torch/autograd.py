@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from fompi.base.call_options import CallOptions
 from fompi.base.nested import flatten, unflatten
 from fompi.ops.adjoints import Call
 from fompi.ops.arguments import Arguments
-from fompi.ops.operation import CallOptions, Operation
+from fompi.ops.operation import Operation
 from fompi.tensors import dlpack
 
 

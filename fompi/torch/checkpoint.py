@@ -15,12 +15,11 @@ from fompi.base.errors import LayoutError, ShapeError, TensorError
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_reduce
 from fompi.parallel import section
-from fompi.parallel.arrays import same_bits
+from fompi.parallel.arrays import leaves_of, same_bits
 from fompi.parallel.buckets import clip_factor
 from fompi.parallel.data import agree_everywhere
 from fompi.parallel.leaves import exact_sums
 from fompi.parallel.section import in_section
-from fompi.plans.problems import ORDERS, order_of
 from fompi.torch.sharded import PartLayout, Sharded
 
 # ------------------------------------------------------------------------------------------------------ state dicts
@@ -93,16 +92,16 @@ def layouts_of(module: torch.nn.Module) -> dict[str, tuple[Communicator, PartLay
 
     A layout belongs to a parameter, whatever its name is now.
     """
-    found: dict[str, tuple[Communicator, PartLayout]] = {}
+    found: dict[str, tuple[Communicator, PartLayout]] = {}  # without what calls of the module carry
     held: dict[int, tuple[Communicator, PartLayout]] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
         before = f"{prefix}." if prefix else ""
         if isinstance(part, Sharded):
             for name, layout in part.layouts.items():
                 for own in (name, *(name + end for end in PRUNED if name not in part._parameters)):
-                    found[before + own] = part.comm, layout
+                    found[before + own] = part.comm.plain, layout
                     if (parameter := part._parameters.get(own)) is not None:
-                        held[id(parameter)] = part.comm, layout
+                        held[id(parameter)] = part.comm.plain, layout
     return found | {n: held[id(p)] for n, p in module.named_parameters(remove_duplicate=False) if id(p) in held}
 
 
@@ -188,7 +187,7 @@ def clip_grad_norm_(module: torch.nn.Module, max_norm: float) -> torch.Tensor:
         _check_parts(dict(_gradients(module)), layouts)
 
     _agree(f"clip_grad_norm_ with max_norm={most}", module, layouts, check)
-    exact = any(isinstance(m, Sharded) and order_of(m.order) not in ORDERS for m in module.modules())
+    exact = any(isinstance(m, Sharded) and leaves_of(m.comm) for m in module.modules())
     parts: dict[Communicator, list[tuple[PartLayout, torch.Tensor]]] = {comm: [] for comm, _ in layouts.values()}
     total, gradients = 0.0, []
     for name, gradient in _gradients(module):

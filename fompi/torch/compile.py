@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from fompi.base.call_options import fitting
 from fompi.engine.communicator import Communicator
 from fompi.ops.arguments import SUMS
 from fompi.ops.messages import Transfer
@@ -143,6 +144,13 @@ def traced(
     return (result[0], tuple(result[1])) if name == "all_gather_matmul_many" else result
 
 
+@private.run_by_the_compiler
+def carried_by(comm: Communicator, name: str, dtype: torch.dtype, op: str) -> tuple[tuple[str, Any], ...]:
+    """The keywords of a call that its communicator carries, for tensors of this dtype."""
+    how = fitting(comm.how, torch.empty(0, dtype=dtype), op)
+    return tuple((key, str(value) if key == "order" else value) for key, value in how.items() if key in KEYWORDS[name])
+
+
 def why_outside(
     name: str, args: tuple[Any, ...], given: dict[str, Any], gradient: str | None, arriving: Any
 ) -> str | None:
@@ -171,6 +179,11 @@ def why_outside(
         return "comm"
     if isinstance(comm, Communicator) and not private.COMPILES_OBJECTS:
         return "old"
+    x = given.get("x")
+    x = x[0] if isinstance(x, (list, tuple)) and len(x) > 0 else x
+    if isinstance(comm, Communicator) and isinstance(x, torch.Tensor):
+        for key, value in carried_by(comm, name, x.dtype, given.get("op", "sum")):
+            given.setdefault(key, value)
     given["comm"] = name_of(comm)
     if name == "all_gather_matmul_many":
         given["ws"], biases = list(given["ws"]), list(given.get("biases") or ())

@@ -27,6 +27,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from fompi.backends.wires import Feedback
+from fompi.base.call_options import of_carrier
 from fompi.base.errors import FompiError, LayoutError, MismatchError, PeerError, StateError, TensorError, in_words
 from fompi.base.layout import integer
 from fompi.base.wires import wire_of
@@ -240,7 +241,9 @@ class DistributedDataParallel(Wrapper):
     ):
         super().__init__()
         self.module, self.broadcast_buffers = module, broadcast_buffers
-        group = Communicator.of(comm)
+        carrier = Communicator.of(comm)
+        wire, order = of_carrier(carrier, wire, order)
+        group = carrier.plain
         refusal = _refusal(module, wire, feedback, order)
         if integer(bucket_nbytes) is None or bucket_nbytes < 1:
             refusal = LayoutError(f"bucket_nbytes={bucket_nbytes!r} must be an integer of at least 1")

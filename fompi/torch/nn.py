@@ -9,15 +9,20 @@ and for linear layers and embeddings the same numbers as `torch.nn.Linear` and `
 the parts of this rank. `full_state_dict` and `load_full_state_dict` have the names and shapes of the unsharded model.
 
 Gradients are those of the sum of the losses of all ranks. A parameter of these modules that several ranks hold gets the
-sum over its holders. `wire` is the form in which messages carry elements, forward and backward (`fompi.base.wires`);
-sums over the holders of a parameter travel as they are. `order` is that of the sums of linear layers, embeddings and
-norms: "ranks", or `fompi.Canonical(k)`, with the same bits on any number of ranks (`examples/same_bits.py`).
+sum over its holders.
+
+What a module sends has the keywords that its communicator carries (`Communicator.using`), or that the module is given:
+
+    up = fompi.torch.nn.ColumnParallelLinear(256, 1024, comm=tp, wire="int8")     # comm=tp.using(wire="int8")
+
+`wire` is the form in which messages carry elements (`fompi.base.wires`); sums over the holders of a parameter travel as
+they are. `order` is that of the sums of linear layers, embeddings and norms: "ranks", or `fompi.Canonical(k)`, with the
+same bits on any number of ranks (`examples/same_bits.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import pairwise
 from math import sqrt
 from typing import Any
@@ -26,15 +31,15 @@ import torch
 import torch.nn.functional as F
 from torch.nn import init
 
+from fompi.base.call_options import in_words
 from fompi.base.errors import LayoutError, PlanError, ShapeError
 from fompi.base.layout import offsets, split
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_reduce
 from fompi.parallel import expert, tensor
-from fompi.parallel.arrays import in_words, leaves_of, same_bits
+from fompi.parallel.arrays import leaves_of, order_on, same_bits
 from fompi.parallel.attention import check_heads
 from fompi.parallel.choices import check_choice
-from fompi.plans.problems import ORDERS, order_of
 from fompi.plans.tree import Canonical, folded
 from fompi.torch.checkpoint import clip_grad_norm_, full_state_dict, load_full_state_dict, replicated
 from fompi.torch.sharded import (
@@ -90,26 +95,27 @@ class ColumnParallelLinear(Sharded):
         activation: str = "none",
         comm: Any = None,
         sequence_parallel: bool = True,
-        wire: str | None = None,
-        order: Any = "any",
         device: Any = None,
         dtype: Any = None,
+        **how: Any,
     ):
         factory = {"device": device, "dtype": dtype}
         sizes = {"in_features": in_features, "out_features": out_features}
-        how = {"sequence_parallel": sequence_parallel, "wire": wire, **order_option(order)}
-        options = {"bias": bool(bias), "activation": activation, **how}
-        check = partial(check_activation, activation, out_features)
-        super().__init__(enter_module("ColumnParallelLinear", comm, factory, sizes, options, check))
+        options = {"bias": bool(bias), "activation": activation, "sequence_parallel": sequence_parallel}
+
+        def check(_: Communicator) -> None:
+            check_activation(activation, out_features)
+
+        super().__init__(enter_module("ColumnParallelLinear", comm, factory, sizes, options, how, check))
         self.in_features, self.out_features, self.activation = in_features, out_features, activation
-        self.sequence_parallel, self.wire, self.order = sequence_parallel, wire, order
+        self.sequence_parallel = sequence_parallel
         halves = 2 if activation == "swiglu" else 1
         runs = runs_of(split(out_features // halves, self.comm.size), halves)
         full = PartLayout((out_features, in_features), 0, runs)
         _draw_linear(self, full, PartLayout((out_features,), 0, runs), bias, factory)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        how = options_of(self, "activation", "comm", "sequence_parallel", "wire", "order")
+        how = options_of(self, "activation", "comm", "sequence_parallel")
         y: torch.Tensor = tensor.column_parallel_linear(x, self.weight.T, self.bias, **how)
         return y
 
@@ -117,7 +123,7 @@ class ColumnParallelLinear(Sharded):
         return (
             f"in_features={self.in_features}, out_features={self.out_features} ({self.on_rank(len(self.weight))}), "
             f"bias={self.bias is not None}, activation={self.activation}, sequence_parallel={self.sequence_parallel}"
-            f"{in_words(self.wire, str(self.order))}"
+            f"{in_words(self.comm.how)}"
         )
 
 
@@ -144,32 +150,32 @@ class RowParallelLinear(Sharded):
         comm: Any = None,
         sequence_parallel: bool = True,
         reduce: bool = True,
-        wire: str | None = None,
-        order: Any = "any",
         device: Any = None,
         dtype: Any = None,
+        **how: Any,
     ):
-        def check() -> None:
+        def check(comm: Communicator) -> None:
             if bias and not reduce:
                 raise LayoutError("reduce=False leaves the sum to others, and a bias would be in it once per rank")
-            if not reduce and order_of(order) not in ORDERS:
-                raise PlanError(f"order={order}: with reduce=False the product is that of torch, without leaves")
+            if not reduce and leaves_of(comm):
+                raise PlanError(
+                    f"order={order_on(comm)}: with reduce=False the product is that of torch, without leaves"
+                )
 
         factory = {"device": device, "dtype": dtype}
         sizes = {"in_features": in_features, "out_features": out_features}
-        options = {"bias": bool(bias), "sequence_parallel": sequence_parallel, "wire": wire}
-        options |= order_option(order) | ({} if reduce else {"reduce": False})
-        super().__init__(enter_module("RowParallelLinear", comm, factory, sizes, options, check))
+        options = {"bias": bool(bias), "sequence_parallel": sequence_parallel} | ({} if reduce else {"reduce": False})
+        super().__init__(enter_module("RowParallelLinear", comm, factory, sizes, options, how, check))
         self.reduce = bool(reduce)
         self.in_features, self.out_features = in_features, out_features
-        self.sequence_parallel, self.wire, self.order = sequence_parallel, wire, order
+        self.sequence_parallel = sequence_parallel
         runs = runs_of(split(in_features, self.comm.size))
         _draw_linear(self, PartLayout((out_features, in_features), 1, runs), PartLayout((out_features,)), bias, factory)
 
     def forward(self, x: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         if not self.reduce:
             return F.linear(x, self.weight)
-        how = options_of(self, "comm", "sequence_parallel", "wire", "order")
+        how = options_of(self, "comm", "sequence_parallel")
         y: torch.Tensor = tensor.row_parallel_linear(x, self.weight.T, self.bias, counts=counts, **how)
         return y
 
@@ -177,18 +183,13 @@ class RowParallelLinear(Sharded):
         return (
             f"in_features={self.in_features} ({self.on_rank(self.weight.shape[1])}), out_features={self.out_features}, "
             f"bias={self.bias is not None}, sequence_parallel={self.sequence_parallel}"
-            f"{in_words(self.wire, str(self.order))}"
+            f"{in_words(self.comm.how)}"
         )
 
 
 def options_of(module: torch.nn.Module, *names: str) -> dict[str, Any]:
     """What a module keeps under these names: options of its strategy."""
     return {name: getattr(module, name) for name in names}
-
-
-def order_option(order: Any) -> dict[str, Any]:
-    """The order of sums among the options that the ranks compare."""
-    return {} if order == "any" else {"order": str(order)}
 
 
 def _draw_linear(
@@ -213,8 +214,10 @@ class _Summed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, comm: Communicator, order: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.comm, ctx.order, ctx.copies = comm, order, leaves_of(order, comm) or 1
+    def forward(
+        ctx: Any, comm: Communicator, order: str, copies: int, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.comm, ctx.order, ctx.copies = comm, order, copies
         return tuple(t.view_as(t) for _ in range(ctx.copies) for t in tensors)
 
     @staticmethod
@@ -235,7 +238,7 @@ class _Summed(torch.autograd.Function):
             total = all_reduce(terms if len(terms) > 1 else terms[0], comm=ctx.comm, **how).to(dtype)
             for i, part in zip(numbers, total.split([sums[i].numel() for i in numbers]), strict=True):
                 sums[i] = part.view_as(sums[i])
-        return None, None, *sums
+        return None, None, None, *sums
 
 
 def sum_gradients(*tensors: torch.Tensor, comm: Any = None) -> tuple[torch.Tensor, ...]:
@@ -249,38 +252,36 @@ def sum_gradients(*tensors: torch.Tensor, comm: Any = None) -> tuple[torch.Tenso
             return x * scale
     """
     group = Communicator.of(comm)
-    return tensors if group.size == 1 else _Summed.apply(group, "any", *tensors)
+    return tensors if group.size == 1 else _Summed.apply(group, "any", 1, *tensors)
 
 
 class _Norm(Sharded):
     """A norm over the features of each row, with parameters that every rank holds."""
 
-    def __init__(
-        self, features: int, eps: float, names: Sequence[str], comm: Any, device: Any, dtype: Any, order: Any = "any"
-    ):
-        factory = {"device": device, "dtype": dtype}
-        options = {"eps": eps, "parameters": [*names], **order_option(order)}
-        super().__init__(enter_module(type(self).__name__, comm, factory, {"features": features}, options))
-        self.features, self.eps, self.order = features, eps, order
+    def __init__(self, features: int, eps: float, names: Sequence[str], comm: Any, how: dict[str, Any]):
+        factory = {"device": how.pop("device"), "dtype": how.pop("dtype")}
+        options = {"eps": eps, "parameters": [*names]}
+        super().__init__(enter_module(type(self).__name__, comm, factory, {"features": features}, options, how))
+        self.features, self.eps = features, eps
+        self._order, self._leaves = order_on(self.comm), leaves_of(self.comm)
         for name in names:
             self.draw(name, PartLayout((features,)), init.ones_ if name == "weight" else init.zeros_, factory)
 
     def extra_repr(self) -> str:
         words = f"features={self.features}, eps={self.eps}, {' and '.join(self.layouts)} on all {self.comm.size} ranks"
-        return words + in_words(None, str(self.order))
+        return words + in_words(self.comm.how)
 
     def normed(self, x: torch.Tensor, norm: Callable[..., torch.Tensor]) -> torch.Tensor:
         """norm(x, the parameters), whose gradients are summed over the ranks; with leaves, leaf by leaf."""
-        parameters, order = [getattr(self, name) for name in self.layouts], order_of(self.order)
-        leaves = leaves_of(order, self.comm)
+        parameters, leaves = [getattr(self, name) for name in self.layouts], self._leaves
         if not leaves and self.comm.size == 1:
             return norm(x, *parameters)
-        copies = _Summed.apply(self.comm, order, *parameters)
+        copies = _Summed.apply(self.comm.plain, self._order, leaves or 1, *parameters)
         if not leaves:
             return norm(x, *copies)
         if len(x) % leaves:
             raise ShapeError(
-                f"order={order}: rank {self.comm.rank} has {leaves} leaves, which do not divide {len(x)} rows"
+                f"order={self._order}: rank {self.comm.rank} has {leaves} leaves, which do not divide {len(x)} rows"
             )
         runs, count = x.split(len(x) // leaves) if len(x) else [x] * leaves, len(parameters)
         return torch.cat([norm(run, *copies[i * count : (i + 1) * count]) for i, run in enumerate(runs)])
@@ -290,8 +291,8 @@ class LayerNorm(_Norm):
     """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last dimension
 
     x and y: (rows of this rank, ..., features). weight and bias: (features,), the same on all ranks, as those of
-    `torch.nn.LayerNorm(features)`; their gradients are summed over the ranks of `comm`, in the order `order`: "ranks",
-    or `Canonical(k)`, with k leaves of the rows of all ranks, of as many rows each.
+    `torch.nn.LayerNorm(features)`; their gradients are summed over the ranks of `comm`. order=Canonical(k) has k leaves
+    of the rows of all ranks, of as many rows each.
 
     Creating one is collective; the errors are those of `ColumnParallelLinear`.
     """
@@ -303,11 +304,12 @@ class LayerNorm(_Norm):
         bias: bool = True,
         *,
         comm: Any = None,
-        order: Any = "any",
         device: Any = None,
         dtype: Any = None,
+        **how: Any,
     ):
-        super().__init__(features, eps, ("weight", "bias") if bias else ("weight",), comm, device, dtype, order)
+        how |= {"device": device, "dtype": dtype}
+        super().__init__(features, eps, ("weight", "bias") if bias else ("weight",), comm, how)
         if not bias:
             self.register_parameter("bias", None)
 
@@ -327,11 +329,11 @@ class RMSNorm(_Norm):
         eps: float = 1e-6,
         *,
         comm: Any = None,
-        order: Any = "any",
         device: Any = None,
         dtype: Any = None,
+        **how: Any,
     ):
-        super().__init__(features, eps, ("weight",), comm, device, dtype, order)
+        super().__init__(features, eps, ("weight",), comm, how | {"device": device, "dtype": dtype})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.normed(x, lambda x, weight: F.rms_norm(x, (self.features,), weight, self.eps))
@@ -357,17 +359,16 @@ class AllReduceRMSNorm(_Norm):
         eps: float = 1e-6,
         *,
         sharded: bool = False,
-        wire: str | None = None,
-        order: Any = "any",
         comm: Any = None,
         device: Any = None,
         dtype: Any = None,
+        **how: Any,
     ):
-        super().__init__(features, eps, ("weight",), comm, device, dtype, order)
-        self.sharded, self.wire = bool(sharded), wire
+        super().__init__(features, eps, ("weight",), comm, how | {"device": device, "dtype": dtype})
+        self.sharded = bool(sharded)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        how = options_of(self, "eps", "sharded", "wire", "order", "comm")
+        how = options_of(self, "eps", "sharded", "comm")
         y, r = tensor.all_reduce_rmsnorm(x, residual, self.weight, **how)
         return y, r
 
@@ -399,15 +400,15 @@ class ParallelAttention(torch.nn.Module):
         causal: bool = False,
         scale: float | None = None,
         query_split: bool = True,
-        wire: str | None = None,
         comm: Any = None,
         device: Any = None,
         dtype: Any = None,
+        **how: Any,
     ):
         super().__init__()
         keys = heads if kv_heads is None else kv_heads
 
-        def check() -> None:
+        def check(_: Communicator) -> None:
             check_heads(heads, keys)
             if head_dim is None and embed_dim % heads:
                 raise LayoutError(f"embed_dim={embed_dim} is no multiple of heads={heads}: pass head_dim=")
@@ -415,11 +416,11 @@ class ParallelAttention(torch.nn.Module):
         factory = {"device": device, "dtype": dtype}
         sizes = {"embed_dim": embed_dim, "heads": heads, "kv_heads": keys}
         sizes |= {} if head_dim is None else {"head_dim": head_dim}
-        options = {"causal": causal, "scale": scale, "query_split": query_split, "wire": wire}
-        group = enter_module("ParallelAttention", comm, factory, sizes, options, check)
+        options = {"causal": causal, "scale": scale, "query_split": query_split}
+        group = enter_module("ParallelAttention", comm, factory, sizes, options, how, check)
         self.comm, self.embed_dim, self.heads, self.kv_heads = group, embed_dim, heads, keys
         self.head_dim = d = embed_dim // heads if head_dim is None else head_dim
-        self.causal, self.scale, self.query_split, self.wire = causal, scale, query_split, wire
+        self.causal, self.scale, self.query_split = causal, scale, query_split
         held = [tensor.heads_of(rank, group.size, heads, keys) for rank in range(group.size)]
         q, kv = ([[range(part[i].start * d, part[i].stop * d)] for part in held] for i in (0, 1))
         layouts = {
@@ -433,7 +434,7 @@ class ParallelAttention(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, cu_seqlens: Any = None) -> torch.Tensor:
         weights = (getattr(self, f"{name}_proj").weight.T for name in "qkvo")
-        how = options_of(self, "heads", "kv_heads", "comm", "causal", "scale", "query_split", "wire")
+        how = options_of(self, "heads", "kv_heads", "comm", "causal", "scale", "query_split")
         y: torch.Tensor = tensor.attention(x, *weights, cu_seqlens=cu_seqlens, **how)
         return y
 
@@ -442,7 +443,7 @@ class ParallelAttention(torch.nn.Module):
         return (
             f"embed_dim={self.embed_dim}, heads={self.heads}, kv_heads={self.kv_heads} ({len(mine)} and {len(keys)} on "
             f"rank {self.comm.rank} of {self.comm.size}), head_dim={self.head_dim}, causal={self.causal}"
-            f"{in_words(self.wire)}"
+            f"{in_words(self.comm.how)}"
         )
 
 
@@ -467,22 +468,21 @@ class VocabParallelEmbedding(Sharded):
         *,
         comm: Any = None,
         sequence_parallel: bool = True,
-        wire: str | None = None,
-        order: Any = "any",
         device: Any = None,
         dtype: Any = None,
+        **how: Any,
     ):
         sizes = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
         factory = {"device": device, "dtype": dtype}
-        options = {"sequence_parallel": sequence_parallel, "wire": wire, **order_option(order)}
-        super().__init__(enter_module("VocabParallelEmbedding", comm, factory, sizes, options))
+        options = {"sequence_parallel": sequence_parallel}
+        super().__init__(enter_module("VocabParallelEmbedding", comm, factory, sizes, options, how))
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.sequence_parallel, self.wire, self.order = sequence_parallel, wire, order
+        self.sequence_parallel = sequence_parallel
         runs = runs_of(split(num_embeddings, self.comm.size))
         self.draw("weight", PartLayout((num_embeddings, embedding_dim), 0, runs), init.normal_, factory)
 
     def forward(self, tokens: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
-        how = options_of(self, "comm", "sequence_parallel", "wire", "order")
+        how = options_of(self, "comm", "sequence_parallel")
         y: torch.Tensor = tensor.vocab_parallel_embedding(tokens, self.weight, counts=counts, **how)
         return y
 
@@ -490,7 +490,7 @@ class VocabParallelEmbedding(Sharded):
         return (
             f"num_embeddings={self.num_embeddings} ({self.on_rank(len(self.weight))}), "
             f"embedding_dim={self.embedding_dim}, sequence_parallel={self.sequence_parallel}"
-            f"{in_words(self.wire, str(self.order))}"
+            f"{in_words(self.comm.how)}"
         )
 
 
@@ -528,16 +528,16 @@ class MoE(torch.nn.Module):
         capacity_factor: float | None = None,
         policy: str = "probs",
         microbatches: int = 1,
-        wire: str | None = None,
         comm: Any = None,
         device: Any = None,
         dtype: Any = None,
+        **how: Any,
     ):
         super().__init__()
         sizes = {"features": features, "ffn": ffn, "experts": experts, "k": k}
         sizes |= {} if shared is None else {"shared": shared}
 
-        def check() -> None:
+        def check(_: Communicator) -> None:
             check_activation(activation)
             check_choice(experts, k, capacity_factor, policy)
 
@@ -549,11 +549,10 @@ class MoE(torch.nn.Module):
             "capacity_factor": capacity_factor,
             "policy": policy,
             "microbatches": microbatches,
-            "wire": wire,
         }
-        self.comm = group = enter_module("MoE", comm, factory, sizes, self.options, check)
+        self.comm = group = enter_module("MoE", comm, factory, sizes, self.options, how, check)
         self.features, self.ffn, self.num_experts = features, ffn, experts
-        self.tokens_per_expert, self.dropped, self.wire = None, 0, wire
+        self.tokens_per_expert, self.dropped = None, 0
         wide = 2 if activation == "swiglu" else 1
         runs = runs_of(split(experts, group.size))
         self.router = ShardedWeight(group, factory, weight=PartLayout((experts, features)))
@@ -584,5 +583,5 @@ class MoE(torch.nn.Module):
         return (
             f"features={self.features}, ffn={self.ffn}, experts={self.num_experts} ({here} on rank {self.comm.rank} of "
             f"{self.comm.size}), k={self.options['k']}, activation={self.options['activation']}"
-            f"{in_words(self.wire)}"
+            f"{in_words(self.comm.how)}"
         )

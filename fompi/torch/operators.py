@@ -33,13 +33,14 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 import torch._dynamo  # the first call of an operator would load it, for seconds, while other ranks wait
 
+from fompi.base.call_options import CallOptions, in_words
 from fompi.base.doors import DOORS
 from fompi.base.errors import LayoutError, ShapeError, StateError, TensorError
 from fompi.base.layout import Extents, split
 from fompi.engine.communicator import Communicator
 from fompi.ops.adjoints import DIFFERENTIABLE, Call, ReplicatedCall
 from fompi.ops.arguments import Arguments
-from fompi.ops.operation import CallOptions, Operation
+from fompi.ops.operation import Operation
 from fompi.plans.meaning import MEANING
 from fompi.plans.rows import Rows, rows_alike
 from fompi.plans.tree import Canonical
@@ -61,7 +62,8 @@ def name_of(comm: Any) -> str:
         return comm or ""
     comm = comm if isinstance(comm, Communicator) else communicator(comm)
     if comm not in _NAMES:  # rank and size: a program of the compiler's cache fits no other rank
-        name = f"fompi {comm.name} {next(_NUMBERS)}, rank {comm.rank} of {comm.size}"
+        where = f"rank {comm.rank} of {comm.size}{in_words(comm.how)}"
+        name = f"fompi {comm.name} {next(_NUMBERS)}, {where}"
         _NAMES[comm], _NAMED[name] = name, comm
     return _NAMES[comm]
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch.nn import init
 
+from fompi.base.call_options import OF_COMMUNICATOR, in_words
 from fompi.base.differences import detail
-from fompi.base.errors import DtypeError, LayoutError, PlanError, ShapeError, TensorError, quoted
+from fompi.base.errors import ArgumentError, DtypeError, LayoutError, PlanError, ShapeError, TensorError, meant, quoted
 from fompi.base.layout import integer, offsets
 from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
@@ -84,7 +85,7 @@ class Sharded(torch.nn.Module):
 
     def __init__(self, comm: Communicator):
         super().__init__()
-        self.comm, self.order = comm, "any"
+        self.comm = comm
         self.layouts: dict[str, PartLayout] = {}
 
     def draw(self, name: str, layout: PartLayout, fill: Callable[[torch.Tensor], Any], factory: dict[str, Any]) -> None:
@@ -127,11 +128,19 @@ def enter_module(
     factory: dict[str, Any],
     sizes: dict[str, Any],
     options: dict[str, Any],
-    check: Callable[[], None] = lambda: None,
+    how: dict[str, Any],
+    check: Callable[[Communicator], None] = lambda comm: None,
 ) -> Communicator:
-    """All ranks make the module `name` with the same arguments and the same random numbers, or all raise."""
+    """All ranks make the module `name` with the same arguments and the same random numbers, or all raise.
 
-    def agreed(_: Communicator) -> tuple[str, int, None]:
+    `how` are the keywords of its calls, which the communicator carries from then on. `check` looks at that.
+    """
+
+    def agreed(comm: Communicator) -> tuple[str, int, Communicator]:
+        known = [*sizes, *options, *OF_COMMUNICATOR]
+        for key in how:
+            if key not in OF_COMMUNICATOR:
+                raise ArgumentError(f"{name} has no argument {key!r}{meant(key, known, '; did you mean {!r}?')}")
         for key, n in sizes.items():
             if not is_positive(n):
                 raise LayoutError(f"{key}={n!r} must be an integer > 0")
@@ -140,16 +149,17 @@ def enter_module(
             raise DtypeError(f"dtype={empty.dtype} must be one of {', '.join(FLOATS)}")
         if empty.device.type not in ("cpu", "cuda", "meta"):
             raise TensorError(f"device={empty.device} must be the CPU or a GPU of CUDA")
-        wire_of(options.get("wire"), dtype)
-        check()
-        words = ", ".join(f"{key}={value!r}" for key, value in (sizes | options).items())
+        wire_of(how.get("wire"), dtype)
+        carrier = comm.using(**how)
+        check(carrier)
+        words = ", ".join(f"{key}={value!r}" for key, value in (sizes | options).items()) + in_words(carrier.how)
         if empty.device.type != "meta":
             numbers = torch.get_rng_state() if empty.device.type == "cpu" else torch.cuda.get_rng_state(empty.device)
             state = digest(numbers.numpy().tobytes().hex())
             words += detail("the random state of torch (call torch.manual_seed alike on all ranks)", "", state)
-        return f"{words}, {dtype}", 0, None
+        return f"{words}, {dtype}", 0, carrier
 
-    group: Communicator = enter(name, comm, agreed)[0]
+    group: Communicator = enter(name, comm, agreed)[1]
     return group
 
 

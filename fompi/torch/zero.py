@@ -61,7 +61,8 @@ class ZeroDataParallel(Wrapper):
         **options: Any,
     ):
         super().__init__()
-        self.module, self.comm, self.overlap = module, Communicator.of(comm), bool(overlap)
+        carrier = Communicator.of(comm)
+        self.module, self.comm, self.overlap = module, carrier.plain, bool(overlap)
         refusal = None
         if zero not in (0, 1, 2):
             refusal = LayoutError(f"zero={zero!r} must be 0, 1 or 2: for 3 use fompi.parallel.data.DataParallel")
@@ -71,7 +72,7 @@ class ZeroDataParallel(Wrapper):
         named = self._known.named
         if options.get("replicated") is None:
             options["replicated"] = {name: held for name, held in replicated(module).items() if name in named}
-        self.parallel = DataParallel(named, optimizer=optimizer, comm=self.comm, zero=zero, **options)
+        self.parallel = DataParallel(named, optimizer=optimizer, comm=carrier, zero=zero, **options)
         self._handles: dict[str, Any] = {}
         self._names: dict[int, str] = {}
         self._places: dict[str, Sequence[dlpack.TensorPlace]] = {}  # of the parameters as views of their buckets

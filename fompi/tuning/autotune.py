@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from fompi.base import kept
+from fompi.base.call_options import CallOptions
 from fompi.base.differences import detail
 from fompi.base.doors import DOORS
 from fompi.base.layout import Sizes, Slices
@@ -38,7 +39,7 @@ from fompi.mpi.transport import library
 from fompi.ops import operations
 from fompi.ops.arguments import Arguments, LocalCall
 from fompi.ops.compared import place_of
-from fompi.ops.operation import CallOptions, Operation
+from fompi.ops.operation import Operation
 from fompi.planner.candidates import UNFUSED, Candidate, candidates_without_machine
 from fompi.planner.choose import decode_rows, encode_rows
 from fompi.planner.explain import Explanation, explain

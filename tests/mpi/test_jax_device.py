@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import fompi
+from fompi.base.call_options import CallOptions
 from fompi.jax import ffi
 from fompi.jax.sites import End, Start, site_of
 from fompi.mpi.paths import IPC, STAGED
-from fompi.ops.operation import CallOptions
 from fompi.tensors import dlpack
 
 jax = pytest.importorskip("jax")

@@ -71,6 +71,25 @@ def test_calls_run_on_all_ranks_used_or_not(tp):
         assert y.tolist() == [tp.size + 3 * tp.size * (tp.rank == 0)] * 3
 
 
+def test_a_communicator_that_carries_keywords(tp):
+    """A wire, which integers do not take and a keyword of the call replaces, and an order of leaves."""
+    wired, ordered = tp.using(wire="int8"), tp.using(order=fompi.Canonical(2 * tp.size))
+    x, n = torch.randn(64, generator=torch.Generator().manual_seed(tp.rank)), torch.arange(3)
+
+    def program(x, n):
+        leaves = fompi.all_reduce([x, 2 * x], comm=ordered)
+        return (
+            *(fompi.all_reduce(each, comm=wired) for each in (x, n)),
+            fompi.all_reduce(x, comm=wired, wire=None),
+            leaves,
+        )
+
+    right = [fompi.all_reduce(x, comm=tp, wire="int8"), n * tp.size, fompi.all_reduce(x, comm=tp)]
+    right.append(fompi.all_reduce([x, 2 * x], comm=tp, order=fompi.Canonical(2 * tp.size)))
+    for found in (program(x, n), compiled(program)(x, n)):
+        assert all(map(torch.equal, found, right))
+
+
 def test_rows_that_go_to_experts_are_outside_of_the_graph(tp):
     """The call runs as without the compiler. `fompi.torch` takes no arriving= for it."""
 

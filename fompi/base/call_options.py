@@ -1,0 +1,80 @@
+"""How a call is carried out: keywords that every operation takes. A communicator may carry them, too.
+
+    tp = comm.using(wire="int8", order="ranks")
+    fompi.all_reduce(x, comm=tp)                      # fompi.all_reduce(x, comm=comm, wire="int8", order="ranks")
+
+A new keyword is a field here. It takes effect where the problem of a call is made (`ops.arguments.localise`). The
+docstring of `ops.operations` says what it means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from fompi.base.errors import ArgumentError, meant
+from fompi.base.layout import Slices
+from fompi.base.wires import WIDE, wire_of
+
+
+class CallOptions(NamedTuple):
+    """The keywords of a call, with their defaults."""
+
+    schedule: str = "auto"
+    slices: Slices | None = None
+    effort: str = "plan"
+    wire: str | None = None
+    certify: bool = False
+    order: Any = "any"
+
+
+DEFAULTS = CallOptions()
+
+OF_CALL = frozenset(CallOptions._fields)
+
+OF_COMMUNICATOR = tuple(name for name in CallOptions._fields if name != "certify")
+"""Those that a communicator may carry. `certify` changes what a call returns, so each call says it."""
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+def carried(before: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a communicator carries that carried `before` and is given more. A default takes a keyword away.
+
+    Raises ArgumentError for another keyword, and DtypeError for an unknown wire.
+    """
+    for name in given:
+        if name not in OF_COMMUNICATOR:
+            hint = meant(name, OF_COMMUNICATOR, "; did you mean {!r}?")
+            known = ", ".join(OF_COMMUNICATOR)
+            raise ArgumentError(f"a communicator carries {known}, but no {name!r}{hint}")
+    wire_of(given.get("wire"), "float32")
+    both = {**before, **given}
+    kept = {name: both[name] for name in OF_COMMUNICATOR if name in both and both[name] != getattr(DEFAULTS, name)}
+    return MappingProxyType(kept)
+
+
+def fitting(how: Mapping[str, Any], x: Any, op: str) -> Mapping[str, Any]:
+    """What a call on `x` takes of what its communicator carries: integers and maxima travel as they are."""
+    if "wire" not in how or (how["wire"] in WIDE.get(dtype_of(x), ()) and op in ("sum", "mean")):
+        return how
+    return {name: value for name, value in how.items() if name != "wire"}
+
+
+def of_carrier(carrier: Any, wire: str | None, order: Any = "any") -> tuple[str | None, Any]:
+    """The wire and the order of a wrapper: its own ones, or those that its communicator carries."""
+    how = carrier.how
+    return how.get("wire") if wire is None else wire, how.get("order", "any") if order == "any" else order
+
+
+def dtype_of(x: Any) -> str:
+    """The name of the dtype of a tensor, or of the first one of a list. A tensor that does not say it: float32."""
+    first = x[0] if isinstance(x, (list, tuple)) and x else x
+    dtype = getattr(first, "dtype", "float32")
+    return getattr(dtype, "name", None) or str(dtype).removeprefix("torch.")
+
+
+def in_words(how: Mapping[str, Any]) -> str:
+    """The keywords in a text that ranks compare, or that a user reads."""
+    return "".join(f", {name}={value if name == 'order' else repr(value)}" for name, value in how.items())

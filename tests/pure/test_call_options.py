@@ -1,0 +1,61 @@
+"""The keywords that a communicator carries."""
+
+import ast
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fompi.base.call_options import carried, fitting, in_words
+from fompi.base.errors import ArgumentError, DtypeError
+
+FOMPI = Path(__file__).parents[2] / "fompi"
+
+
+def test_what_is_given_last_is_carried_and_a_default_takes_it_away():
+    how = carried({}, {"wire": "int8", "order": "ranks"})
+    assert how == {"wire": "int8", "order": "ranks"} and in_words(how) == ", wire='int8', order=ranks"
+    assert carried(how, {"wire": None}) == {"order": "ranks"}
+    assert carried(how, {"order": "any", "slices": 4}) == {"slices": 4, "wire": "int8"}
+    assert carried(how, {"schedule": "auto"}) == how
+    with pytest.raises(TypeError):
+        how["wire"] = "int4"
+
+
+def test_wrong_keywords():
+    with pytest.raises(ArgumentError, match="no 'wires'; did you mean 'wire'"):
+        carried({}, {"wires": "int8"})
+    with pytest.raises(ArgumentError, match="no 'certify'"):
+        carried({}, {"certify": True})
+    with pytest.raises(DtypeError, match="did you mean int8"):
+        carried({}, {"wire": "int9"})
+
+
+@pytest.mark.parametrize(
+    ("x", "op", "has_wire"),
+    [
+        (np.zeros(2, np.float32), "sum", True),
+        (np.zeros(2, np.float32), "mean", True),
+        (np.zeros(2, np.float32), "max", False),
+        ([np.zeros(2, np.float32)] * 2, "sum", True),
+        (np.zeros(2, np.int32), "sum", False),
+        (np.zeros(2), "sum", False),
+        (np.zeros(2, np.float16), "sum", True),
+        (None, "sum", True),
+    ],
+)
+def test_a_wire_is_left_out_where_elements_take_none(x, op, has_wire):
+    fits = fitting({"wire": "int8", "slices": 2}, x, op)
+    assert fits == ({"wire": "int8", "slices": 2} if has_wire else {"slices": 2})
+
+
+def test_a_keyword_of_calls_is_named_where_it_takes_effect_only():
+    """A new one is a field of CallOptions, takes effect in `localise`, and is explained. Strategies name none."""
+    passing = [*(FOMPI / "parallel").glob("*.py"), FOMPI / "torch/nn.py", FOMPI / "torch/sharded.py"]
+    own = {"data.py", "buckets.py", "pipeline.py", "pipeline_plan.py", "orders.py", "step.py", "step_plan.py"}
+    for path in passing:
+        if path.name in own:  # wrappers keep what a message has lost; a schedule of a pipeline is another one
+            continue
+        taken = {a.arg for f in ast.walk(ast.parse(path.read_text())) if isinstance(f, ast.arguments)
+                 for a in (*f.args, *f.kwonlyargs)}  # fmt: skip
+        assert not taken & {"wire", "effort", "certify"}, path  # other things are called order, schedule and slices
