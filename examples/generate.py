@@ -24,7 +24,8 @@ import torch.nn.functional as F
 
 import fompi
 
-FAMILIES = {"llama": {}, "mistral": {"sliding_window": 4096}, "qwen2": {}, "qwen3": {"head_dim": 128}}
+FAMILIES = {"llama": {}, **{kind: {"sliding_window": 4096} for kind in ("mistral", "qwen2", "qwen3")}}
+FAMILIES["qwen3"]["head_dim"] = 128
 """By model_type what holds where config.json does not say it."""
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -39,11 +40,15 @@ READ = {
 """The keys of config.json that are read."""
 
 NO_EFFECT = re.compile(
-    r"_.*|.*_token_id|.*dropout|.*pdrop|architectures|auto_map|(torch_)?dtype|id2label|initializer_range|label2id|"
-    r"is_(decoder|encoder_decoder|llama_config)|max_(position_embeddings|sequence_length|length)|model_max_length|"
-    r"name_or_path|output_.*|pretraining_tp|return_dict|tokenizer_class|torchscript|transformers.*|unsloth.*|use_cache"
+    r"_(name_or_path|attn_\w+|flash_attn\w+|commit_hash|from_model_config)|(?!forced).*_token_id|.*dropout|.*pdrop|"
+    r"architectures|(torch_)?dtype|id2label|initializer_range|label2id|is_(decoder|encoder_decoder|llama_config)|"
+    r"max_(position_embeddings|sequence_length|length)|model_max_length|name_or_path|output_(attentions|hidden_states)|"
+    r"pretraining_tp|return_dict|tokenizer_class|torchscript|transformers(_version|\.js_config)|unsloth.*|use_cache"
 )
-"""Those that change no token. The rest are refused, unless they are off (None, False, 0, empty) or a factor of 1."""
+"""Those that change no token. The rest are refused, unless they are off: None, False, 0, empty. These are off at 1, and
+at True:"""
+FACTOR = re.compile(r".*(scal(e|ing)|multiplier|factor)|(repetition|length)_penalty|temperature|top_p|num_beam.*")
+USUAL = re.compile(r"(is_)?causal|use_rope")
 
 
 class Refused(Exception):
@@ -57,8 +62,10 @@ def config_of(path):
     if kind not in FAMILIES:
         raise Refused(f"model_type={kind!r} is none of {', '.join(FAMILIES)}")
     for key, value in config.items():
-        is_factor = value == 1 and value is not True
-        if value and not is_factor and key not in READ and not NO_EFFECT.fullmatch(key):
+        is_off = value is True if USUAL.fullmatch(key) else not value
+        if FACTOR.fullmatch(key):
+            is_off = value is False or (value == 1 and value is not True)
+        if not (value is None or is_off or key in READ or NO_EFFECT.fullmatch(key)):
             raise Refused(f"{key}={value!r} is not known here, and may change the tokens")
     config = FAMILIES[kind] | config
     heads = config["num_attention_heads"]
@@ -68,24 +75,35 @@ def config_of(path):
     for key in (*SIZES, "num_key_value_heads", "head_dim"):
         if type(config[key]) is not int or config[key] < 1:
             raise Refused(f"{key}={config[key]!r} must be an integer >= 1")
+    for key in ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"):
+        if type(config.setdefault(key)) not in (bool, type(None)):
+            raise Refused(f"{key}={config[key]!r} must be true or false")
+    number("rms_norm_eps", config.setdefault("rms_norm_eps", 1e-6), is_zero_right=True)
     if heads % kv_heads or head % 2:
         raise Refused("num_key_value_heads must divide num_attention_heads, and head_dim must be even")
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise Refused(f"hidden_act={config['hidden_act']!r} is not known here: it must be silu")
     config["turns"], config["windows"] = turns_of(config), windows_of(config)
     config["biases"] = set(PROJECTIONS if kind == "qwen2" else ())
-    if config.get("attention_bias"):
+    if config["attention_bias"]:
         config["biases"] |= {*PROJECTIONS, "o_proj"}
-    if config.get("mlp_bias"):
+    if config["mlp_bias"]:
         config["biases"] |= {"gate_proj", "up_proj", "down_proj"}
     return config
+
+
+def number(name, value, is_zero_right=False):
+    """`value`, if it is a number above 0, or 0 where that is right. Raises Refused for all else."""
+    if type(value) not in (int, float) or not (0 < value < math.inf or (is_zero_right and value == 0)):
+        raise Refused(f"{name}={value!r} must be a number {'>=' if is_zero_right else 'above'} 0")
+    return value
 
 
 def turns_of(config):
     """How far each pair of a head turns for each token: rotary embedding as it is, linear, or that of Llama 3."""
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     old, kind = rope.pop("type", None), rope.pop("rope_type", None)
-    kind, theta = kind or old or "default", rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    kind, theta = kind or old or "default", rope.pop("rope_theta", config.get("rope_theta", 10000.0))
     known = {"default": (), "linear": ("factor",)}
     known["llama3"] = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     if kind not in known:
@@ -93,13 +111,14 @@ def turns_of(config):
     for key, value in rope.items():
         if value and key not in known[kind] and (key, value) != ("partial_rotary_factor", 1):
             raise Refused(f"rope_scaling (rope_parameters) has {key}={value!r}, which is not known here")
-    factor, *bounds = (float(rope[key]) for key in known[kind]) if known[kind] else (1.0,)
-    if not (min(theta, factor, *bounds, math.inf) > 0 and math.isfinite(theta + factor)):
-        raise Refused(f"rope_scaling (rope_parameters) {rope}, rope_theta={theta}: they must be above 0")
-    turns = theta ** (-torch.arange(0, config["head_dim"], 2) / config["head_dim"])
+    factor, *bounds = [number(key, rope[key]) for key in known[kind]] or [1.0]
+    turns = number("rope_theta", theta) ** (-torch.arange(0, config["head_dim"], 2) / config["head_dim"])
     if kind != "llama3":
         return turns / factor
-    low, high, length = bounds  # pairs with few rounds in `length` tokens are slowed down, those with many are not
+    low, high, length = bounds
+    if low >= high:
+        raise Refused(f"rope_scaling (rope_parameters): low_freq_factor={low} must be below high_freq_factor={high}")
+    # pairs with few rounds in `length` tokens are slowed down, those with many are not
     kept = ((length * turns / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
     return turns * (kept + (1 - kept) / factor)
 
@@ -108,17 +127,24 @@ def windows_of(config):
     """For each layer how many tokens a token sees, with itself. None: all before it."""
     kind, count, window = config["model_type"], config["num_hidden_layers"], config.get("sliding_window")
     if kind[:4] == "qwen":
-        window = window if config.get("use_sliding_window") else None
-    elif (kind == "llama" and window) or config.get("use_sliding_window"):
-        raise Refused(f"sliding_window={window!r}, use_sliding_window: not known for a {kind}")
-    if window is not None and (type(window) is not int or window < 1):
-        raise Refused(f"sliding_window={window!r} must be an integer >= 1")
+        window = window if config["use_sliding_window"] else None
+    elif (kind == "llama" and window) or config["use_sliding_window"]:
+        name = "sliding_window" if kind == "llama" and window else "use_sliding_window"
+        raise Refused(f"{name}={config[name]!r} is not known for a {kind}")
     first = config.get("max_window_layers", 28) if kind[:4] == "qwen" else 0
-    usual = [window if n >= first else None for n in range(count)]
+    for name, value, least in (("sliding_window", window, 1), ("max_window_layers", first, 0)):
+        if value is not None and (type(value) is not int or value < least):
+            raise Refused(f"{name}={value!r} must be an integer >= {least}")
+    usual = [window if first is not None and n >= first else None for n in range(count)]
     kinds = config.get("layer_types")
-    given = usual if kinds is None else [{"full_attention": None, "sliding_attention": window}[k] for k in kinds]
-    if len(given) != count or (kind[:4] != "qwen" and given != usual):
-        raise Refused(f"layer_types={kinds!r} are not known here")
+    if kinds is None:
+        return usual
+    known = {"full_attention": None, **({} if window is None else {"sliding_attention": window})}
+    if type(kinds) is not list or len(kinds) != count or not {*map(str, kinds)} <= {*known}:
+        raise Refused(f"layer_types={kinds!r} are not known here: {count} of {', '.join(known)} are")
+    given = [known[each] for each in kinds]
+    if kind[:4] != "qwen" and given != usual:
+        raise Refused(f"layer_types={kinds!r} are not known for a {kind}")
     return given
 
 
@@ -271,12 +297,15 @@ class Model:
         if temperature:
             vocabulary = fompi.all_reduce(torch.tensor([len(logits)]), comm=self.comm).item()
             noise = -torch.log(-torch.log(torch.rand(vocabulary, generator=generator, dtype=torch.float64)))
-            logits = logits + temperature * noise[self.tokens]
+            scale = max(temperature, 1.0)  # so that no logit becomes infinite
+            logits = logits / scale + temperature / scale * noise[self.tokens]
         best = torch.tensor([[-torch.inf, 0.0]], dtype=torch.float64)
         if len(logits):
             value, index = logits.max(0)
             best = torch.stack([value, self.tokens.start + index.double()])[None]
         found = fompi.all_gather(best, comm=self.comm)
+        if not found[:, 0].max().isfinite():
+            raise Refused("a logit is not finite: the weights are not, or --dtype is too small for them")
         return int(found[found[:, 0].argmax(), 1])
 
 
@@ -342,6 +371,21 @@ def loaded(comm):
     return options, ids, tokenizer, model
 
 
+def write_text(comm, options, ids, tokenizer, model):
+    how = options.temperature, torch.Generator().manual_seed(options.seed)
+    begun, made = time.perf_counter(), [model.next_token(torch.tensor(ids), 0, *how)]
+    first = time.perf_counter()
+    for at in range(len(ids), len(ids) + options.tokens - 1):
+        if comm.rank == 0 and tokenizer is not None:
+            print(tokenizer.decode(made[-1:]), end=" ", flush=True)
+        made.append(model.next_token(torch.tensor(made[-1:]), at, *how))
+    ended = time.perf_counter()
+    if comm.rank == 0:
+        print(tokenizer.decode(made) if tokenizer else f"tokens: {','.join(map(str, made))}")
+        decode = max(1, len(made) - 1) / max(ended - first, 1e-9)
+        print(f"prefill: {len(ids) / (first - begun):.0f} tokens/s, decode: {decode:.1f} tokens/s, {comm.size} ranks")
+
+
 def main():
     with torch.inference_mode(), fompi.Communicator() as comm:
         found, why = None, ""
@@ -354,22 +398,12 @@ def main():
             if comm.rank == failed[0]:
                 print(f"generate.py: {why}", file=sys.stderr)
             return 2
-        options, ids, tokenizer, model = found
-        how = options.temperature, torch.Generator().manual_seed(options.seed)
-        begun, made = time.perf_counter(), [model.next_token(torch.tensor(ids), 0, *how)]
-        first = time.perf_counter()
-        for at in range(len(ids), len(ids) + options.tokens - 1):
-            if comm.rank == 0 and tokenizer is not None:
-                print(tokenizer.decode(made[-1:]), end=" ", flush=True)
-            made.append(model.next_token(torch.tensor(made[-1:]), at, *how))
-        ended = time.perf_counter()
-        if comm.rank == 0:
-            print(tokenizer.decode(made) if tokenizer else f"tokens: {','.join(map(str, made))}")
-            decode = max(1, len(made) - 1) / max(ended - first, 1e-9)
-            print(
-                f"prefill: {len(ids) / (first - begun):.0f} tokens/s, decode: {decode:.1f} tokens/s, {comm.size} ranks"
-            )
-
+        try:
+            write_text(comm, *found)
+        except Refused as error:  # on all ranks
+            if comm.rank == 0:
+                print(f"generate.py: {error}", file=sys.stderr)
+            return 2
     return 0
 
 

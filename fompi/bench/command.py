@@ -57,22 +57,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure on all ranks. Rank 0 prints the table and writes the files that are named."""
     if options.rounds < 1 or options.ranks < 1:
-        raise UsageError("bench: --rounds and --ranks are 1 or more")
+        raise UsageError("--rounds and --ranks are 1 or more")
     if options.like and options.suite is None and options.like[-1] in SUITES:  # --like M,K,N SUITE
         options.suite = options.like.pop()
     suite = options.suite or "fused"
     like = None if options.like is None else product_of(options.like)
     if options.device is not None and suite not in ON_DEVICES:
-        raise UsageError(f"bench: --device has these suites: {', '.join(ON_DEVICES)}")
+        raise UsageError(f"--device has these suites: {', '.join(ON_DEVICES)}")
     if options.device is not None and like is not None and suite != "fused":
-        raise UsageError("bench: --like with --device is the shape of fused operations")
+        raise UsageError("--like with --device is the shape of fused operations")
     if like is not None and options.device is None:
         return trial.run_shape(like, options.ranks, options.rounds, options.json)
     name = options.suite if options.device is None else "device"
     if name is None:
-        raise UsageError(f"bench: name a suite ({', '.join(SUITES)}), a --device, or a shape with --like M,K,N")
+        raise UsageError(f"name a suite ({', '.join(SUITES)}), a --device, or a shape with --like M,K,N")
     if options.row and name not in (*WITHOUT_SUMMARY, "device"):
-        raise UsageError(f"bench: --row selects rows of these suites: {', '.join(WITHOUT_SUMMARY)}")
+        raise UsageError(f"--row selects rows of these suites: {', '.join(WITHOUT_SUMMARY)}")
     if options.ranks > 1 and (status := trial.on_own_ranks(options.ranks)) is not None:
         return status
     trial.note_threads()

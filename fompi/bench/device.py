@@ -134,7 +134,7 @@ def fused(comm: Any, options: Options, bench: Bench, like: tuple[int, int, int] 
     m, k, n = like or fits
     size = comm.size
     if m % size or n % size or k % size:
-        raise UsageError(f"bench --device: {size} ranks must divide M, K and N, not {m},{k},{n}")
+        raise UsageError(f"--device: {size} ranks must divide M, K and N, not {m},{k},{n}")
     gathered = Spec((m, k), "float32", Shard(0)), Spec((k, n), "float32", Shard(1))
     summed = Spec((m, k), "float32", Shard(1)), Spec((k, n), "float32", Shard(0))
     exchanged = Spec((m, k), "float32", Shard(0)), Spec((m, n), "float32", Partial())

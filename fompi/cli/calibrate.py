@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     from fompi.tuning.calibrate import calibrate_and_judge
 
     if not options.limit > 0:
-        raise UsageError(f"calibrate: --limit {options.limit:g}: give a number of seconds above 0")
+        raise UsageError(f"--limit {options.limit:g}: give a number of seconds above 0")
     with fompi.Communicator() as comm:
         begun = perf_counter()
         agree(comm, f"calibrate {options.file}", _refusal(comm, options.file, options.force))

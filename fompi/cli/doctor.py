@@ -331,7 +331,7 @@ def run(options: argparse.Namespace) -> int:
     """Measure, and print the findings on rank 0. There the status is 1 if one of them is an error."""
     seconds = options.seconds
     if not seconds > 0:
-        raise UsageError(f"doctor: --seconds {seconds:g}: give a number above 0")
+        raise UsageError(f"--seconds {seconds:g}: give a number above 0")
     with _Watchdog(seconds + GRACE_SECONDS) as watchdog:
         watchdog.step = "MPI starts"
         given = collect()

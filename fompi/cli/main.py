@@ -128,7 +128,8 @@ def _parse(
     options, unknown = parser.parse_known_args(arguments)
     if unknown or module is None:
         used = parsers.get(arguments[0], parser)
-        near = meant(unknown[0].partition("=")[0], used._option_string_actions, ": did you mean {}?") if unknown else ""
+        known = [name[2:] for name in used._option_string_actions if name.startswith("--")]  # dashes make all alike
+        near = meant(unknown[0].partition("=")[0].lstrip("-"), known, ": did you mean --{}?") if unknown else ""
         used.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
     return module, options
 

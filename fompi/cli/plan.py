@@ -156,23 +156,20 @@ def _slices(text: str) -> int | tuple[int, ...]:
 
 def product_of(words: Sequence[str]) -> tuple[int, int, int]:
     """M, K, N of a product x[M, K] @ w[K, N], from M,K,N or from the two shapes. Raises ShapeError."""
-    sizes = [n for word in words for n in _shape(word)]
+    sizes = [n for word in words for n in _shape(word, least=1)]
     if len(words) == 2 and len(sizes) == 4 and sizes[1] == sizes[2]:
         del sizes[2]
     elif len(words) != 1 or len(sizes) != 3:
         given = f"not {' '.join(words)!r}; or the two shapes, 4096x1024 1024x4096"
         raise fompi.ShapeError(f"a shape is M,K,N, for example 4096,4096,4096, {given}")
-    m, k, n = sizes
-    if min(sizes) < 1:
-        raise fompi.ShapeError(f"M={m}, K={k}, N={n}: each must be 1 or more")
-    return m, k, n
+    return sizes[0], sizes[1], sizes[2]
 
 
-def _shape(text: str) -> tuple[int, ...]:
+def _shape(text: str, least: int = 0) -> tuple[int, ...]:
     try:
         sizes = tuple(int(n) for n in text.replace(",", "x").split("x"))
     except ValueError:
         raise fompi.ShapeError(f"{text!r} is not a shape like 4096x1024") from None
-    if min(sizes) < 0:
-        raise fompi.ShapeError(f"{text!r}: sizes must be positive (integers >= 0), as in 4096x1024")
+    if min(sizes) < least:
+        raise fompi.ShapeError(f"{text!r}: each size must be an integer >= {least}, as in 4096x1024")
     return sizes

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from fompi.base.errors import LaunchError
@@ -242,12 +243,10 @@ def _plugins() -> tuple[str, ...] | None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--nodes", type=_positive, default=1, metavar="N")
-    add("--ranks-per-node", type=_positive, default=4, metavar="R")
-    add(
-        "--cpus-per-rank", type=_positive, default=2, metavar="C", help="with two or more, messages move beside kernels"
-    )
-    add("--gpus-per-node", type=_positive, default=0, metavar="G")
+    add("--nodes", type=_count, default=1, metavar="N")
+    add("--ranks-per-node", type=_count, default=4, metavar="R")
+    add("--cpus-per-rank", type=_count, default=2, metavar="C", help="with two or more, messages move beside kernels")
+    add("--gpus-per-node", type=partial(_count, least=0), default=0, metavar="G")
     add("--time", type=_time, default="01:00:00", metavar="T", help="the time limit: minutes, 01:00:00 or 2-12:00:00")
     for name, meaning in (
         ("partition", "its partition"),
@@ -271,13 +270,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM ...", help="a Python file, or a command")
 
 
-def _positive(text: str) -> int:
+def _count(text: str, least: int = 1) -> int:
     try:
         number = int(text)
     except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer above 0")
+        number = least - 1
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= {least}")
     return number
 
 

@@ -385,7 +385,8 @@ def order_of(order: Any) -> str:
         return str(order)
     if isinstance(order, str) and (order in ORDERS or Canonical.of(order)):
         return order
-    raise PlanError(f"order={quoted(order, ORDERS)} must be one of 'any', 'ranks', or fompi.Canonical(8)")
+    written = quoted(order, (*ORDERS, "canonical(8)"))
+    raise PlanError(f"order={written} must be one of 'any', 'ranks', 'canonical(8)' or fompi.Canonical(8)")
 
 
 def in_order(problem: Problem, order: str, rank: int = 0) -> Problem:

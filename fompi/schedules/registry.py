@@ -295,9 +295,11 @@ def alternatives(problem: Problem, schedule: str) -> str:
     """The end of an error message: why the problem does not have this schedule, if known, and which ones it has."""
     why, listed = "", ["auto", *available(problem)]
     name = re.split(r"\W", schedule)[0]
-    if schedule not in SCHEDULES and group_size(schedule) == 1:
+    if schedule not in SCHEDULES and name != "hierarchical":
         is_cut = name != schedule and (name in SCHEDULES or "slice" in schedule)
         why = ": slices are given beside it, --slices 4 or slices=4" if is_cut else meant(schedule, listed)
+    elif name == "hierarchical" and not 1 < group_size(schedule) < problem.size:
+        why = f": it is hierarchical(RANKS), with more than 1 and fewer than all {problem.size} ranks in a group"
     elif not _takes(problem, schedule):
         why = ": it does not know experts" if schedule in REGISTERED else ": a rank without experts takes no part"
     elif not carries_wire(problem, schedule):

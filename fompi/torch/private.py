@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial, wraps
+from functools import partial, reduce, wraps
 from importlib.util import find_spec
 from inspect import signature
 from pkgutil import resolve_name
@@ -433,6 +433,7 @@ _THREAD_LOCALS = (
     ("torch", "_GLOBAL_DEVICE_CONTEXT"),
     ("torch.serialization", "_serialization_tls"),
     ("torch.distributed.device_mesh", "_mesh_resources"),
+    ("torch.distributed.tensor._utils", "ExplicitRedistributionContext._local"),
     ("torch._subclasses.fake_tensor", "fake_tensor_tls"),
     ("torch._guards", "_TLS"),
 )
@@ -461,7 +462,8 @@ def modes() -> Callable[[], AbstractContextManager[None]]:
     hooks = autograd._top_saved_tensors_default_hooks(False)
     no_hooks = autograd._saved_tensors_hooks_get_disabled_error_message()
     keys = here._dispatch_tls_local_include_set(), here._dispatch_tls_local_exclude_set()
-    found = [getattr(sys.modules.get(module), name, None) for module, name in _THREAD_LOCALS]
+    loaded = [(module, name) for module, name in _THREAD_LOCALS if module in sys.modules]
+    found = [reduce(lambda of, part: getattr(of, part, None), name.split("."), sys.modules[m]) for m, name in loaded]
     own = [(each, dict(vars(each))) for each in found if isinstance(each, threading.local)]
 
     @contextmanager
@@ -496,10 +498,16 @@ def _switches() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     found.append((torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled))
     found.append((torch.get_num_threads, torch.set_num_threads))
     found.append((lambda: not sys.float_info.min / 2, torch.set_flush_denormal))  # a register of the core
-    for name in ("fwd_grad", "multithreading", "view_replay"):
-        found.append((getattr(here, f"_is_{name}_enabled"), getattr(here, f"_set_{name}_enabled")))
-    if hasattr(here, "_get_torch_function_state"):
-        found.append((here._get_torch_function_state, here._set_torch_function_state))
+    for verb, name in (
+        *(
+            ("is", f"{name}_enabled")
+            for name in ("fwd_grad", "multithreading", "view_replay", "grad_layout_enforcement")
+        ),
+        *(("get", name) for name in ("torch_function_state", "dtensor_allow_implicit_replication")),
+        ("get", "graph_executor_optimize"),
+    ):
+        if hasattr(here, f"_{verb}_{name}"):
+            found.append((getattr(here, f"_{verb}_{name}"), getattr(here, f"_set_{name}")))
     for device in getattr(here, "_autocast_supported_devices", lambda: ("cpu", "cuda"))():
         found.append((partial(torch.is_autocast_enabled, device), partial(torch.set_autocast_enabled, device)))
         found.append((partial(torch.get_autocast_dtype, device), partial(torch.set_autocast_dtype, device)))

@@ -236,7 +236,7 @@ def test_a_shape_as_json(mpirun, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--like 0,8,8", "fompi: M=0, K=8, N=8: each must be 1 or more"),
+        ("--like 0,8,8", "fompi: '0,8,8': each size must be an integer >= 1"),
         ("--like 90000000,90000000,8", "fompi: Unable to allocate"),
         ("jit --quick --row nothing", "fompi: bench jit: no row has 'nothing' in its name"),
         ("fused --quick --plot rows.pdf", "fompi: rows.pdf: a picture is SVG or PNG"),

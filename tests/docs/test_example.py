@@ -83,7 +83,7 @@ def test_an_example_is_short_and_says_its_idea_first(example):
         THREE_AXES: 80,
         ULYSSES: 80,
         WHOLE_STEP: 150,
-        GENERATE: 390,
+        GENERATE: 412,
         SAME_BITS: 65,
     }.get(example, 60)
     assert ast.get_docstring(ast.parse(text)).splitlines()[0].endswith(".")
@@ -154,6 +154,15 @@ REFUSED_KEYS = {
     "tie_word_embeddings": True,
     "model_type": "gemma",
     "a_key_of_tomorrow": True,
+    "is_causal": False,  # off is not what is usual
+    "logit_scale": 0,
+    "clip_qkv": 1.0,
+    "output_multiplier": 2.0,
+    "rms_norm_eps": "1e-6",
+    "rope_theta": 0,
+    "mlp_bias": "false",
+    "use_sliding_window": True,
+    "layer_types": ["full_attention", "chunked_attention"],
 }
 REFUSED_OPTIONS = {
     "--ids 1,5,700": "tokens are from 0 to 100",
@@ -176,6 +185,33 @@ for key, value, words in cases:
     except SystemExit as end:
         assert end.code == 2
 """
+
+
+NOT_FINITE = """
+import pathlib, runpy, sys
+program, folder = sys.argv[1], pathlib.Path(sys.argv[2])
+def run(*words):
+    sys.argv = [program, str(folder), "--ids", "1,2", "--tokens", "9", *words]
+    runpy.run_path(program, run_name="__main__")
+for temperature in ("1e300", "1e308"):
+    try:
+        run("--temperature", temperature)
+    except SystemExit as end:
+        assert end.code == 0
+file = folder / "model.safetensors"
+file.write_bytes(file.read_bytes()[:-4] + bytes.fromhex("0000c07f"))
+run()
+"""
+
+
+@pytest.mark.timeout(60)
+def test_generate_at_the_largest_numbers(tmp_path):
+    """A large temperature has samples as any other one. A weight that is NaN makes no text."""
+    write(tmp_path)
+    done = job.run([sys.executable, "-c", NOT_FINITE, GENERATE, tmp_path], 50)
+    first, second = [line for line in done.stdout.splitlines() if line.startswith("tokens: ")]
+    assert first == second and done.returncode == 2, done.output
+    assert done.stderr.startswith("generate.py: a logit is not finite") and "Traceback" not in done.output, done.output
 
 
 @pytest.mark.timeout(100)

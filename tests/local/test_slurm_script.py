@@ -121,6 +121,6 @@ def test_the_command():
     assert done.returncode == 0 and done.stdout.startswith("#!/bin/bash\n"), done.stderr
     assert "there is no train.py here" in done.stderr
     assert done.stdout.rstrip().endswith("python train.py --epochs 9")
-    for wrong, words in (([], "which program?"), (["--nodes", "0", "--", "x.py"], "'0' is not an integer above 0")):
+    for wrong, words in (([], "which program?"), (["--nodes", "0", "--", "x.py"], "'0' is not an integer >= 1")):
         refused = subprocess.run([*command, *wrong], capture_output=True, text=True, timeout=50)
         assert refused.returncode == 2 and words in refused.stderr

@@ -15,6 +15,8 @@ import pytest
 import torch
 from mpi4py import MPI
 from strategies import drawn, runs, same_bits
+from torch.distributed.tensor._utils import ExplicitRedistributionContext as EXPLICIT
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -137,6 +139,8 @@ def modes():
         *(here._is_fwd_grad_enabled(), here._is_multithreading_enabled(), here._is_torch_function_enabled()),
         autograd._saved_tensors_hooks_get_disabled_error_message(),
         *(str(here._dispatch_tls_local_exclude_set()), str(here._dispatch_tls_local_include_set())),
+        *(here._get_graph_executor_optimize(), getattr(EXPLICIT._local, "_active", None)),
+        getattr(here, "_get_dtensor_allow_implicit_replication", bool)(),
         *(np.geterr(), np.geterrcall(), np.get_printoptions()["precision"], getcontext().prec, CHOSEN.get()),
         *(jax.config.jax_enable_x64, jnp.ones(1).dtype.name, jax.config.jax_default_matmul_precision),
     )
@@ -162,6 +166,9 @@ MODES = {
     "no functions": torch._C.DisableTorchFunction,
     "below autograd": torch._C._AutoDispatchBelowAutograd,
     "threads of autograd": lambda: torch.autograd.grad_mode.set_multithreading_enabled(False),
+    "scripts as they are": lambda: torch.jit.optimized_execution(False),
+    "tensors that count as replicated": implicit_replication,
+    "no hidden messages": EXPLICIT,
     "error state": lambda: np.errstate(all="call", call=print),
     "digits": lambda: np.printoptions(precision=3),
     "decimals": lambda: localcontext(prec=5),
