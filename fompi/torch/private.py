@@ -462,8 +462,8 @@ def modes() -> Callable[[], AbstractContextManager[None]]:
     hooks = autograd._top_saved_tensors_default_hooks(False)
     no_hooks = autograd._saved_tensors_hooks_get_disabled_error_message()
     keys = here._dispatch_tls_local_include_set(), here._dispatch_tls_local_exclude_set()
-    loaded = [(module, name) for module, name in _THREAD_LOCALS if module in sys.modules]
-    found = [reduce(lambda of, part: getattr(of, part, None), name.split("."), sys.modules[m]) for m, name in loaded]
+    loaded: list[tuple[Any, str]] = [(sys.modules[m], name) for m, name in _THREAD_LOCALS if m in sys.modules]
+    found = [reduce(lambda of, part: getattr(of, part, None), name.split("."), module) for module, name in loaded]
     own = [(each, dict(vars(each))) for each in found if isinstance(each, threading.local)]
 
     @contextmanager
