@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from fompi.base.errors import ArgumentError, meant
 from fompi.base.layout import Slices
@@ -27,6 +27,18 @@ class CallOptions(NamedTuple):
     wire: str | None = None
     certify: bool = False
     order: Any = "any"
+
+
+class CallKeywords(TypedDict, total=False):
+    """The same as keywords of an operation, and its communicator: for readers and type checkers."""
+
+    comm: Any
+    schedule: str
+    slices: Slices | None
+    effort: str
+    wire: str | None
+    certify: bool
+    order: Any
 
 
 DEFAULTS = CallOptions()

@@ -11,13 +11,12 @@ import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, Signature, signature
-from typing import Any, Generic, ParamSpec, TypedDict
+from typing import Any, Generic, ParamSpec
 
 from fompi.backends.cuda import backend_of
-from fompi.base.call_options import DEFAULTS, OF_CALL, CallOptions, fitting
+from fompi.base.call_options import DEFAULTS, OF_CALL, CallKeywords, CallOptions, fitting
 from fompi.base.doors import DOORS
 from fompi.base.errors import ArgumentError, LaunchError, LayoutError, PlanError, TensorError, meant, of_signature
-from fompi.base.layout import Slices
 from fompi.engine.communicator import Carrier, Communicator
 from fompi.engine.handshake import agree
 from fompi.ops.arguments import Arguments, localise
@@ -29,18 +28,6 @@ from fompi.schedules.registry import as_slices
 from fompi.tensors import dlpack
 
 P = ParamSpec("P")
-
-
-class CallKeywords(TypedDict, total=False):
-    """The keywords that every operation takes, beside its own."""
-
-    comm: Any
-    schedule: str
-    slices: Slices | None
-    effort: str
-    wire: str | None
-    certify: bool
-    order: Any
 
 
 class Operation(Generic[P]):

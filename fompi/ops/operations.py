@@ -28,11 +28,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Unpack
 
+from fompi.base.call_options import CallKeywords
 from fompi.base.errors import LayoutError
 from fompi.base.layout import Slices, Spec
 from fompi.model.machine import Machine
 from fompi.ops.arguments import Arguments
-from fompi.ops.operation import CallKeywords, Operation
+from fompi.ops.operation import Operation
 from fompi.planner.choose import plan_for
 from fompi.planner.explain import MOST_EVENTS, Explanation
 from fompi.planner.explain import explain as explained

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fompi.base.call_options import fitting
 from fompi.engine.communicator import Communicator
+from fompi.ops.adjoints import CONVENTIONS
 from fompi.ops.arguments import SUMS
 from fompi.ops.messages import Transfer
 from fompi.ops.operation import Operation
@@ -22,7 +23,6 @@ from fompi.parallel.differentiable import Differentiable
 from fompi.runtime.executor import Executor
 from fompi.torch import private
 from fompi.torch.operators import (
-    CONVENTIONS,
     INTEGERS,
     NEEDED,
     OPERATORS,

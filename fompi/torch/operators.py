@@ -38,7 +38,7 @@ from fompi.base.doors import DOORS
 from fompi.base.errors import LayoutError, ShapeError, StateError, TensorError
 from fompi.base.layout import Extents, split
 from fompi.engine.communicator import Communicator
-from fompi.ops.adjoints import DIFFERENTIABLE, Call, ReplicatedCall
+from fompi.ops.adjoints import DIFFERENTIABLE, Call, ReplicatedCall, check_convention
 from fompi.ops.arguments import Arguments
 from fompi.ops.operation import Operation
 from fompi.plans.meaning import MEANING
@@ -107,12 +107,14 @@ PARAMETERS: dict[str, tuple[str, Callable[[Arguments], Any]]] = {
 
 COMMON = 'str comm="", str gradient="sum", SymInt[]? arriving=None, str words="", Tensor[]? leaves=None'
 OF_OPERATORS = ("comm", "gradient", "arriving", "words", "leaves")
+TEXTS = [name for name, default in CallOptions._field_defaults.items() if isinstance(default, str)]
 WIRE = "str? wire=None"
-PLANNED = f'str schedule="auto", int[]? slices=None, str effort="plan", {WIRE}, str order="any"'
+PLANNED = ", ".join(
+    "int[]? slices=None" if name == "slices" else f'str {name}="{default}"' if default else f"str? {name}=None"
+    for name, default in CallOptions._field_defaults.items()
+    if name != "certify"
+)
 """The parameters that all operators have, and those of operations that have a plan."""
-
-CONVENTIONS = ("sum", "replicated")
-"""Whose losses a gradient is of: the sum of those of all ranks, or the one that all ranks have."""
 
 TENSORS = ("x", "d", "w", "ws", "bias", "biases", "h")
 """The parameters that are tensors, in the order of `Arguments.tensors`."""
@@ -254,7 +256,7 @@ class Operator:
                 del values["certify"]
         except (TypeError, IndexError):
             return None
-        texts = [values.get(name, "") for name in ("op", "schedule", "effort", "order")]
+        texts = [values.get(name, "") for name in ("op", *TEXTS)]
         if any(values.get(name, 0) is None for name in NEEDED) or not all(isinstance(text, str) for text in texts):
             return None
         if values.get("split_dim") is not None:
@@ -427,8 +429,7 @@ def _at(a: Arguments) -> int:
 def check(operation: str, arguments: Arguments, gradient: str) -> None:
     """Raise an error for what an operator cannot do, before it is called."""
     name = f"fompi.torch.{operation}"
-    if gradient not in CONVENTIONS:
-        raise LayoutError(f"{name}: gradient={gradient!r} must be 'sum' or 'replicated'")
+    check_convention(name, gradient)
     if arguments.out is not None:
         raise TensorError(f"{name} takes no out=")
     for tensor in arguments.tensors:

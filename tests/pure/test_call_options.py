@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fompi.base.call_options import carried, fitting, in_words
+import fompi
+from fompi.base.call_options import CallKeywords, CallOptions, carried, fitting, in_words
 from fompi.base.errors import ArgumentError, DtypeError
 
 FOMPI = Path(__file__).parents[2] / "fompi"
@@ -47,6 +48,20 @@ def test_wrong_keywords():
 def test_a_wire_is_left_out_where_elements_take_none(x, op, has_wire):
     fits = fitting({"wire": "int8", "slices": 2}, x, op)
     assert fits == ({"wire": "int8", "slices": 2} if has_wire else {"slices": 2})
+
+
+def test_nobody_else_lists_the_keywords():
+    """Signatures, the schemas of torch's operators and what a communicator carries are made from the fields."""
+
+    def names(path):
+        tree = [*ast.walk(ast.parse(path.read_text()))]
+        found = {getattr(node, key, None) for node in tree for key in ("id", "arg")}
+        return found | {node.value for node in tree if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+    listing = [path.name for path in FOMPI.rglob("*.py") if {"wire", "order", "effort"} <= names(path)]
+    assert listing == ["call_options.py"]
+    assert {*CallKeywords.__annotations__} == {"comm", *CallOptions._fields}
+    assert {*CallOptions._fields} < {*fompi.all_gather.__signature__.parameters}
 
 
 def test_a_keyword_of_calls_is_named_where_it_takes_effect_only():
