@@ -62,7 +62,7 @@ def announced(done: Sequence[float], send: Callable[[int], float]) -> Groups:
 
 
 def announced_units(done: Sequence[float], send: Callable[[int, int], float]) -> Groups:
-    """The same for units that differ: sending units i to j - 1 takes `send(i, j)` seconds."""
+    """`announced` for units that differ: sending units i to j - 1 takes `send(i, j)` seconds."""
     best: list[tuple[float, int]] = [(0.0, 0)]
     for j in range(1, len(done) + 1):
         ready = done[j - 1]

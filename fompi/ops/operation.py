@@ -31,7 +31,7 @@ P = ParamSpec("P")
 
 
 class CallKeywords(TypedDict, total=False):
-    """The keywords that every operation takes, beside its own."""
+    """The keywords that every operation takes, besides its own."""
 
     comm: Any
     schedule: str

@@ -18,7 +18,7 @@ MOST_LINES = 10
 """The table has this many operations. The others are summed in one line."""
 
 MOST_REASONS = 3
-"""So many exposures are explained."""
+"""At most this many exposures are explained."""
 
 HIDDEN_SHARE = 0.05
 """Communication counts as hidden if this share of the time in fompi is exposed, or less."""

@@ -213,7 +213,7 @@ class _Sums:
 
 
 class _SumsInOrder(_Sums):
-    """The same, in the order of a tree over the ranks, or over the subtrees that they have."""
+    """Sum the terms in the order of a tree over the ranks, or over the subtrees that they have."""
 
     def __init__(self, local: Scatter):
         super().__init__(local)

@@ -57,7 +57,7 @@ class _LocalWork:
     """The beginning of both families: a strided x is packed, and weights of half type are widened once.
 
     `parts` is the number of messages to each rank. Where rows go to experts, a message has several blocks: with s
-    slices and e experts a pair has s e blocks, and each of its s messages has e of them. So few messages carry many
+    slices and e experts a pair has s e blocks, and each of its s messages has e of them. Thus few messages carry many
     runs. `number` is that of one of several terms that the rank has of a sum.
     """
 
