@@ -76,7 +76,7 @@ def short_text(report: Mapping[str, Any]) -> str:
     verdict, advice = _verdict(report)
     late = next((reason for _, reason in worst["waits"][:1] if "rank" in reason), "")
     if advice and late and _total(worst, "messages_alone") < FEW * _total(worst, "exposed"):
-        advice = f"the ranks should come at one time: rank {rank} waited {late}"
+        advice = f"the ranks should come at the same time: rank {rank} waited {late}"
     elif advice and (why := _why(worst)):
         advice = why
     advice = advice or f"nothing: {verdict}"
