@@ -399,7 +399,7 @@ def times(
     """The event walk: every rank does its actions in order, each as soon as what it needs is there.
 
     `seconds` are those of F, B, I and W (by default 1, 2, 1 and 1). Two side by side take as long as both, or those of
-    "OVERLAP_F_B". A message to another rank takes `message` seconds, while actions go on. Any number of messages may move
+    "OVERLAP_F_B". A message to another rank takes `message` seconds, while actions go on. Any number of them may move
     at once. Raises PlanError for an order that deadlocks.
     """
     seconds = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, **(seconds or {})}
