@@ -290,7 +290,7 @@ class Scatter(_LocalWork):
         return sorted(pairs, key=lambda pair: pair[1]) if self.by_slices else pairs
 
     @property
-    def wire(self) -> str:
+    def sent_dtype(self) -> str:
         """The dtype of a single term in a message. Products that will be summed are sent unrounded."""
         summed = self.problem.multiplies_first and self.problem.moves != "all_to_all"
         return self.problem.accumulator if summed else self.problem.dtype
@@ -303,7 +303,7 @@ class Scatter(_LocalWork):
         """As in `_LocalWork`. With `early`, compute all terms too."""
         yield from super().begin()
         if self.early:
-            partial = self.partial(self.wire)
+            partial = self.partial(self.sent_dtype)
             yield from self.products(
                 [self.x[b] for b in range(self.x.count)], [partial[b] for b in range(partial.count)]
             )
@@ -381,8 +381,8 @@ class Scatter(_LocalWork):
         run = slice(target.start, target.stop)
         if self.computed or self.by_slices:
             for part in range(self.parts if self.by_slices else 0):
-                yield from self.slice(part, self.wire)
-            yield Compute("copy", (self.partial(self.wire)[run],), (target,))
+                yield from self.slice(part, self.sent_dtype)
+            yield Compute("copy", (self.partial(self.sent_dtype)[run],), (target,))
         elif self.problem.multiplies_first:
             yield from self.multiply(0, [self.x[run]], [target], self.has_bias(run.start))
         else:
