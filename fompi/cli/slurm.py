@@ -244,7 +244,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--nodes", type=_positive, default=1, metavar="N")
     add("--ranks-per-node", type=_positive, default=4, metavar="R")
-    add("--cpus-per-rank", type=_positive, default=2, metavar="C", help="2 or more: messages move while kernels run")
+    add(
+        "--cpus-per-rank", type=_positive, default=2, metavar="C", help="with two or more, messages move beside kernels"
+    )
     add("--gpus-per-node", type=_positive, default=0, metavar="G")
     add("--time", type=_time, default="01:00:00", metavar="T", help="the time limit: minutes, 01:00:00 or 2-12:00:00")
     for name, meaning in (

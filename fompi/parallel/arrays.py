@@ -285,7 +285,7 @@ def order_of_gradients(order: str) -> str:
 
 
 def check_leaves(order: Any, comm: Communicator, features: int, adds_subtrees: bool) -> None:
-    """Raise the error of an order that a strategy with this many features on this rank cannot have.
+    """Raise the error of an order that a strategy with so many features on this rank cannot have.
 
     `adds_subtrees`: the features of a rank must be one subtree.
     """

@@ -297,7 +297,7 @@ def alternatives(problem: Problem, schedule: str) -> str:
     name = re.split(r"\W", schedule)[0]
     if schedule not in SCHEDULES and group_size(schedule) == 1:
         is_cut = name != schedule and (name in SCHEDULES or "slice" in schedule)
-        why = ": slices are given apart, --slices 4 or slices=4" if is_cut else meant(schedule, listed)
+        why = ": slices are given beside it, --slices 4 or slices=4" if is_cut else meant(schedule, listed)
     elif not _takes(problem, schedule):
         why = ": it does not know experts" if schedule in REGISTERED else ": a rank without experts takes no part"
     elif not carries_wire(problem, schedule):

@@ -129,7 +129,7 @@ WRONG = {
     "plan all_gather_matmul 512xa 64x256 --ranks 4": "'512xa' is not a shape like 4096x1024",
     "plan all_gather_matmul 512x-4 64x256 --ranks 4": "'512x-4': sizes must be positive (integers >= 0)",
     "plan all_gather 64x4 --ranks 4 --schedule rign": "no schedule 'rign' for all_gather (did you mean ring?); choose ",
-    "plan all_gather 64x4 --ranks 4 --schedule ring(slices=0)": "slices are given apart, --slices 4 or slices=4",
+    "plan all_gather 64x4 --ranks 4 --schedule ring(slices=0)": "slices are given beside it, --slices 4 or slices=4",
     "plan all_gather 64x4 --ranks 4 --machine gigabti": "no machine 'gigabti' (did you mean gigabit?)",
     "plan all_gather 64x4 --ranks 4 --wire int9": "wire='int9' (did you mean int8?)",
     "explain all_gather 64x4 --ranks 4 --schedule rign": "rign is no candidate here (did you mean ring?)",
