@@ -1,4 +1,4 @@
-"""What tp_mlp.py needs beside its model: options, data, progress, a single process to compare with, and a clock.
+"""What tp_mlp.py needs besides its model: options, data, progress, a single process to compare with, and a clock.
 
 `Job` holds what all parts share. `check` compares a run with a single process in float64. `compare` times steps with
 overlap and without, in turns, prints a table, and draws a picture. The end of the file is what transformer_3d.py needs:

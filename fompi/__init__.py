@@ -151,7 +151,7 @@ frames.install()
 
 
 _PACKAGES = ("torch", "jax", "parallel", "plans", "model", "traces")
-"""Packages with names that the documents use, beside the names of this module."""
+"""Packages with names that the documents use, besides the names of this module."""
 
 
 _LATE = {

@@ -170,7 +170,7 @@ class Runtime:
         return addresses[at]
 
     def span(self, ptr, nbytes):
-        """The kind of memory from `ptr` on. AssertionError if so many bytes were not allocated there."""
+        """The kind of memory from `ptr` on. AssertionError if this many bytes were not allocated there."""
         base = self._base(ptr)
         _, size, kind, _ = self.memory[base]
         assert base <= ptr and ptr + nbytes <= base + size, f"{nbytes} bytes at {ptr:#x} leave an allocation of {size}"

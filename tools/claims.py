@@ -176,7 +176,7 @@ CLAIMS = (
     ),
     Claim(
         "step",
-        "Training steps beside PyTorch over gloo",
+        "Training steps compared with PyTorch over gloo",
         "Two hosts with one core each, 1 Gbit/s, a stack of residual MLP blocks on kernels of torch. Eager "
         "1F1B lets forwards run ahead, which torch does not have.",
         (
@@ -193,8 +193,8 @@ CLAIMS = (
         "DistributedDataParallel, ten shapes",
         "Two hosts with one core each, 1 Gbit/s, stacks of residual MLP blocks, buckets of 1 MiB. `backend` is torch's "
         "DistributedDataParallel on the backend fompi. The bound is the larger one of wire and cores (`bench ddp`); "
-        "`hidden` is the share of what it lets a step hide. Asked beside gloo: 1.0 in every row. gloo itself is "
-        "within 13 % of the bound, so nothing can be 1.3 times as fast.",
+        "`hidden` is the share of what it lets a step hide. Asked of gloo / backend and gloo / fompi.torch: 1.0 in "
+        "every row. gloo itself is within 13 % of the bound, so nothing can be 1.3 times as fast.",
         (
             Pick("gloo / backend", " rows$", "^gloo / fompi$"),
             Pick("gloo / fompi.torch", " rows$", r"^gloo / fompi\.torch$"),
@@ -257,7 +257,7 @@ CLAIMS = (
     Claim(
         "jit",
         "Calls that JAX compiles",
-        "Two hosts, 500 Mbit/s. An all-reduce of 1 KiB above a bound one, and products beside one of 8 MiB.",
+        "Two hosts, 500 Mbit/s. An all-reduce of 1 KiB above a bound one, and products during one of 8 MiB.",
         (
             Pick("fompi.jax.jit, 1 KiB, above the bound one", "1 KiB", "^fompi.jax.jit, above"),
             Pick("jax.jit, 1 KiB, above the bound one", "1 KiB", "^jax.jit, above"),
@@ -267,7 +267,7 @@ CLAIMS = (
     ),
     Claim(
         "peers",
-        "Beside other libraries",
+        "Compared with other libraries",
         "Two hosts, 1 Gbit/s, the same GEMMs. Peers: gloo, JAX (ppermute), mpi4py. The last two lines are rows in "
         "which messages take half to twice as long as the kernel.",
         (

@@ -83,7 +83,7 @@ def _in_c(x: Array, w: Array, y: Array, leaves: int, bias: Array | None, adds: b
 
 
 def _scratch(nbytes: int) -> int:
-    """The address of so many bytes that this thread keeps."""
+    """The address of this many bytes that this thread keeps."""
     held = getattr(_MEMORY, "held", None)
     if held is None or held.nbytes < nbytes + 64:
         held = _MEMORY.held = np.empty(nbytes + 64, np.uint8)

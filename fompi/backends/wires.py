@@ -76,7 +76,7 @@ def lose(name: str, x: Array, lost: Array) -> None:
 
 
 def lose_parts(name: str, x: Array, lost: Array, size: int, rank: int) -> None:
-    """The same for the parts of `x` that `size` ranks own, one block each. Its own part a rank does not send."""
+    """`lose` for the parts of `x` that `size` ranks own, one block each. A rank does not send its own part."""
     for owner, part in enumerate(starmap(slice, pairwise(offsets(split(x.size, size))))):
         if owner == rank:
             lost[part] = 0

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 MOST_NAMED, MOST_LETTERS = 8, 1000
-"""An error names at most so many differences, values and ranks. It cuts longer texts to where they differ."""
+"""An error names at most this many differences, values, ranks. Texts longer than this are cut to where they differ."""
 
 _DETAILS, _DIGEST = re.compile("\1(.*?)\2(.*?)\3", re.DOTALL), "\4"
 

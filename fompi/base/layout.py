@@ -212,7 +212,7 @@ def symbol(axis: str, rank: int, size: int, parts: int, block: int) -> Symbol:
 
 
 def blocks(axis: str, rank: int, size: int, parts: int, experts: int = 0) -> range:
-    """The block numbers of a buffer with this axis on `rank`, which has so many experts."""
+    """The block numbers of a buffer with this axis on `rank`, which has this many experts."""
     if axis == "whole":
         return range(1)
     if axis == "experts":

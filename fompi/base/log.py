@@ -5,8 +5,8 @@
     logging.getLogger("fompi").setLevel(logging.DEBUG)
 
 INFO: communicators, and schedules that were chosen by measuring. DEBUG: each plan that is made for a call. WARNING:
-what failed beside the work of the program; without any configuration these are seen, too. Nothing is logged in a call
-whose plan exists.
+what failed that is not the work of the program; without any configuration these are seen, too. Nothing is logged in a
+call whose plan exists.
 """
 
 import logging

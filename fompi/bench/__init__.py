@@ -11,7 +11,7 @@
 | `collectives.py` | suite: plain collectives, the MPI library's own, and a TCP stream                          |
 | `fused.py`       | suite: fused operations on real GEMMs, and what the core and the link allow                |
 | `papers.py`      | suite: the papers' settings on emulated accelerators                                       |
-| `peers.py`       | suite: fused operations beside gloo, JAX and mpi4py                                        |
+| `peers.py`       | suite: fused operations compared with gloo, JAX and mpi4py                                 |
 | `planner.py`     | suite: the planner's choices and predictions                                               |
 | `adapt.py`       | suite: a link that drops while a job runs                                                  |
 | `device.py`      | the suites on the buffers of a device; `device_strategies.py`: strategies and steps on one |

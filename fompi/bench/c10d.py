@@ -27,15 +27,15 @@ SIZES = (64, 1 << 10, 1 << 14, 1 << 16, 1 << 20, 1 << 24, 100_000_000)
 QUICK_SIZES = (1 << 10,)
 
 SECONDS, MOST_CALLS, WARMUP = 0.02, 200, 2
-"""A turn takes about so long, and has at most so many calls."""
+"""About how long a turn takes, how many calls it has at most, and how many calls before it do not count."""
 
 SMALL_NBYTES, MOST_ABOVE_MPI = 1 << 16, 25
-"""Up to this size fompi shall be 3 times as fast as gloo, and need at most so many microseconds more than MPI."""
+"""Asked up to this size: 3 times as fast as gloo, and at most this many microseconds more than MPI."""
 
 LEAST = 0.98
 
 WITHIN, WITHIN_HALF = 1e-3, 2e-2
-"""So much of the largest element may results differ. gloo rounds a sum of half types at each addition, fompi once."""
+"""Results may differ by this share of the largest element. gloo rounds half types at each addition, fompi once."""
 
 GLOO, OURS, LIBRARY = "gloo", "fompi", "MPI"
 

@@ -156,7 +156,7 @@ class Decoder:
         return functional.linear(functional.silu(gate) * up, layer["down"])
 
     def run(self, summed: Callable[..., Waits | None], begin: int, end: int, halves: int) -> Any:
-        """The logits behind the tokens from `begin` to `end`, in so many parts."""
+        """The logits behind the tokens from `begin` to `end`, in `halves` parts."""
         parts = list(self.x[begin:end].chunk(halves))
         starts = [begin + sum(map(len, parts[:i])) for i in range(len(parts))]
         flying: list[tuple[Any, Waits | None]] = [(None, None)] * len(parts)

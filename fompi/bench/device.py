@@ -245,7 +245,7 @@ def _title(case: tuple[str, int]) -> str:
 
 
 def collective(comm: Any, cluster: TcpHosts, bench: Bench, name: str, total: int, rounds: int) -> Row:
-    """A collective on the device, bound and by the default schedule, beside MPI's own on copies of the host."""
+    """A collective on the device, bound and by the default schedule, compared with MPI's own on copies of the host."""
     mpi, seconds, device, operation = comm.link.comm, comm.engine.timeout, bench.device, getattr(fompi, name)
     x, reference = collectives.problem_of(name, total, comm.rank, comm.size)
     on_device = device.array(x)

@@ -96,7 +96,7 @@ WORK: dict[Callable[..., Any], Callable[..., KernelWork]] = {
     grouped: _grouped,
     grouped_gradient: _grouped_gradient,
 }
-"""The kernels that strategies run themselves, beside those of operations."""
+"""The kernels that strategies run themselves, besides those of operations."""
 
 
 def spend(accelerator: Emulated, kernel: Callable[..., Any], *args: Any) -> Any:

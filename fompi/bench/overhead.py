@@ -188,7 +188,7 @@ def changing_sizes(comm: Any, options: Options) -> list[Row]:
 
 
 def bare_all_to_all(comm: Any, data: np.ndarray, table: Any) -> None:
-    """The same with mpi4py alone. It knows all counts beforehand, makes the result, and copies the rank's own rows."""
+    """The all-to-all with mpi4py alone. It knows all counts beforehand, makes the result, and copies the own rows."""
     mpi, rank = comm.link.comm, comm.rank
     arrived = [row[rank] for row in table]
     into = np.empty((sum(arrived), 4), np.float32)

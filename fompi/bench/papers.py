@@ -5,7 +5,7 @@ emulated accelerator then gets such a speed that the product takes T_c = T_m / r
 
 | T_m / T_c | what it stands for                                                                          |
 |-----------|---------------------------------------------------------------------------------------------|
-| 0.56      | the MLP of CommFuse (arXiv 2604.24013): 43.8 ms of communication beside 78.5 of computation |
+| 0.56      | the MLP of CommFuse (arXiv 2604.24013): 43.8 ms of communication and 78.5 of computation    |
 | 1         | balanced: the most that overlap can give, a factor of two                                   |
 | 2         | bound by communication: the kernel can be hidden completely                                 |
 

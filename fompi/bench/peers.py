@@ -1,4 +1,4 @@
-"""The fused operations beside their peers, on real GEMMs: mpirun -n 2 python -m fompi bench peers
+"""The fused operations compared with their peers, on real GEMMs: mpirun -n 2 python -m fompi bench peers
 
 Every rank multiplies M x K by K x N in float32, and M x N elements travel: the product, or the operand of an
 all-gather. So the messages take the same time for every K (twice as long for an all-reduce), and the kernel's time is

@@ -1,4 +1,4 @@
-"""The row of `fompi bench parallel` with all schedules of a pipeline, each beside its formula."""
+"""The row of `fompi bench parallel` with all schedules of a pipeline, each compared with its formula."""
 
 from __future__ import annotations
 

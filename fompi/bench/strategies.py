@@ -148,7 +148,7 @@ def experts_bound(size: int) -> Bound:
 
 BUCKETS, BUCKET_NBYTES = 8, 1 << 20
 UNIT = 1e10
-"""Operations of a forward of one bucket: so many that sums, at this speed, take no time."""
+"""Operations of a forward of one bucket: enough that sums, at this speed, take no time."""
 
 
 def zero_1(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
@@ -365,9 +365,9 @@ def _experts(comm: Communicator) -> list[Array]:
 
 
 def experts_side_by_side(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
-    """The same layer: the forward of one micro-batch under the backward of another, which is twice as long.
+    """The layer of `experts`: the forward of one micro-batch under the backward of another, which is twice as long.
 
-    Bound: nothing must be exposed while the messages of both, 2 (Md + Mc), take less than the kernels, 3 G.
+    Bound: nothing need be exposed while the messages of both, 2 (Md + Mc), take less than the kernels, 3 G.
     """
     tensors = _experts(comm)
     y, saved = moe.forward(*tensors, k=CHOSEN, comm=comm)

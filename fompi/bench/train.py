@@ -31,10 +31,10 @@ Way = Callable[..., tuple[Callable[[], object], Any]]
 """(size, group, rank, ranks) -> a step, and the model whose gradients it makes."""
 
 LEAST = {"DDP": 1.05, "DDP, fp16": 1.05, "FSDP2": 1.6, "1F1B": 1.05}
-"""Between hosts fompi shall be so many times as fast as gloo."""
+"""Asked between hosts: fompi is at least this many times as fast as gloo."""
 
 WITHIN, WITHIN_HALF = 1e-3, 4e-3
-"""So much may gradients differ, of the largest one. Those of fp16 are rounded once in each sum."""
+"""Gradients may differ by this share of the largest one. Those of fp16 are rounded once in each sum."""
 
 
 class Gpt(NamedTuple):

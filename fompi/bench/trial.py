@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("shape", nargs="+", metavar="M,K,N", help="of x[M, K] @ w[K, N]; or both shapes, MxK KxN")
     parser.add_argument("--ranks", type=int, help="outside of mpirun: how many to start (2, or one for each host)")
-    parser.add_argument("--hosts", type=int, help="make so many hosts on this machine, with links between them")
+    parser.add_argument("--hosts", type=int, help="make this many hosts on this machine, with links between them")
     parser.add_argument("--rate", metavar="R", help="the rate of each of these links: 500mbit, 1gbit (1gbit)")
     plan.add_wire_argument(parser)
     parser.add_argument("--rounds", type=int, default=15, help="turns of every contestant (15)")
@@ -127,7 +127,7 @@ def is_in_lab() -> bool:
 
 
 def on_own_hosts(hosts: int, rate: str, ranks: int) -> int:
-    """Run this command on ranks on so many hosts of `fompi.lab`, one core each. Returns the exit status."""
+    """Run this command on ranks on this many hosts of `fompi.lab`, one core each. Returns the exit status."""
     if launcher.detect().launcher != "none":
         raise UsageError("--hosts makes hosts on this machine and starts the ranks itself: leave out the launcher")
     lab = [sys.executable, str(Path(fompi.__file__).with_name("lab") / "__main__.py"), "run", "--trust-slow"]
@@ -137,7 +137,7 @@ def on_own_hosts(hosts: int, rate: str, ranks: int) -> int:
 
 
 def on_own_ranks(ranks: int) -> int | None:
-    """Outside of a launcher: run this command on so many ranks, and return the exit status. None: it is on ranks."""
+    """Outside of a launcher: run this command on this many ranks, and return the exit status. None: it is on ranks."""
     if launcher.detect().launcher != "none":
         return None
     mpirun = transport.library().mpirun or shutil.which("mpirun")

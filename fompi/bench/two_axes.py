@@ -1,4 +1,4 @@
-"""The row of `fompi bench parallel` with data parallelism beside tensor parallelism, on the same links."""
+"""The row of `fompi bench parallel` with data and tensor parallelism at once, on the same links."""
 
 from __future__ import annotations
 

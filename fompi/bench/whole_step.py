@@ -1,4 +1,4 @@
-"""The row of `fompi bench parallel` with a whole training step as one plan, beside its simulation and its bounds."""
+"""The row of `fompi bench parallel` with a whole training step as one plan, its simulation and its bounds."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ If it takes less than SHORTEST_SECONDS, nothing is measured: it is a copy in mem
 """
 
 POLL_SECONDS = 5e-3
-"""The helper thread polls at least this often. Kernels run for so much longer than the all-gather takes."""
+"""The helper thread polls at least this often. Kernels run for this much longer than the all-gather takes."""
 
 
 # --------------------------------------------------------------------------------------------------- the measurements

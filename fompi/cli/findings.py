@@ -83,7 +83,7 @@ class HostFacts:
     wall: float = 0.0
 
     def pack(self) -> bytes:
-        """The same length on all ranks: only the fastest links are kept."""
+        """The facts as bytes, as many on all ranks: only the fastest links are kept."""
         links = sorted(self.links.items(), key=lambda link: -link[1])[:MOST_LINKS]
         return json.dumps(asdict(replace(self, links=dict(links)))).encode().ljust(RECORD_NBYTES)
 

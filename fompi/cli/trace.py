@@ -25,7 +25,7 @@ EXAMPLE = "{} trace run.json --picture run.svg"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="what a job with FOMPI_REPORT=run.json has written")
-    parser.add_argument("--save", metavar="FILE", help="Chrome JSON, for Perfetto (run.trace.json beside the file)")
+    parser.add_argument("--save", metavar="FILE", help="Chrome JSON, for Perfetto (run.trace.json, next to the file)")
     parser.add_argument("--picture", metavar="FILE", help="the timeline of the newest calls, as .svg or .png")
     parser.add_argument("--full", action="store_true", help="all operations, with a line for each rank")
 

@@ -136,7 +136,7 @@ class Communicator(Shared):
     `rank` and `size` are as in mpi4py. Messages of fompi use a duplicate of the MPI communicator. `close()`, or `with`,
     frees the duplicate. Raises MismatchError on all ranks if they have different versions of fompi or different
     machines, and LayoutError if there is no machine of the name in FOMPI_MACHINE. With `seconds`, its waits last at
-    most so long without progress, in place of FOMPI_TIMEOUT.
+    most that long without progress, in place of FOMPI_TIMEOUT.
     """
 
     how: Mapping[str, Any] = NOTHING

@@ -200,7 +200,7 @@ class Channel:
             self._answers[origin] = (stamp, text)
 
     def _note_end(self, key: int, sender: int, ended: Ended) -> None:
-        """Rank `sender` has ended a section by an error, or says how far it has come. Who has not begun it answers."""
+        """Rank `sender` has ended a section by an error, or says how far it has come. Ranks not yet in it answer."""
         self.ended.setdefault(key, {})[sender] = ended
         for section in (self.section, self.left):
             if section is not None and section.keys.get(self) == key:

@@ -37,10 +37,10 @@ without knowing this, such as the ranks of two containers. Those ranks move mess
 """
 
 TURN_SECONDS = 3e-5
-"""So long a wait leaves the lock to other threads, after C has driven a call without progress."""
+"""A wait leaves the lock to other threads for this long, after C has driven a call without progress."""
 
 MOST_ROUNDS = 32
-"""So often the engine polls before a long kernel at most, if each poll moves something."""
+"""The engine polls at most this often before a long kernel, if each poll moves something."""
 
 JOIN_SECONDS = 1e-4
 """If a program asks twice within 0.1 ms whether a call is done, it did nothing else in between. It was waiting."""

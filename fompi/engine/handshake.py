@@ -40,12 +40,12 @@ as they did. The message is its number plus the `presumption` of the sender.
 """
 
 MOST_AGREED = 256
-"""A communicator remembers so many agreements of two rounds."""
+"""A communicator remembers this many agreements of two rounds."""
 
 HEADER_NBYTES, _FIELDS = _HEADER.size, _HEADER.size // 8
 
 MOST_CARRIED_NBYTES = 1 << 16
-"""The headers of a call carry at most so many bytes to a rank, all together."""
+"""The headers of a call carry at most this many bytes to a rank, all together."""
 
 
 def packet_nbytes(size: int) -> int:
@@ -109,7 +109,7 @@ def digest(text: str) -> int:
 
 
 def digest_of(numbers: Sequence[int]) -> int:
-    """The same for integers of 64 bits."""
+    """56 bits that identify integers of 64 bits, the same on all ranks."""
     return int.from_bytes(blake2b(array("q", numbers), digest_size=7).digest())
 
 
@@ -130,7 +130,7 @@ def begin_agreement(
     compared: int | None = None,
     told: Sequence[int] = (),
 ) -> Agreement:
-    """The same, in flight: `values()` waits for it.
+    """`agree`, in flight: `values()` waits for it.
 
     With a digest `compared`, the ranks compare that, and `text` is only for errors. If they agree, `arrived` are the
     numbers that each rank has `told`, equally many.
@@ -171,7 +171,7 @@ class Agreement(Task):
     hints: Sequence[int] = ()
     runs: Sequence[Sequence[int]] = ()
     arrived: Sequence[Sequence[int]] = ()
-    arriving: Sequence[int] | None = None  # beside `expects`, without `equal_totals`: the rows from each rank
+    arriving: Sequence[int] | None = None  # with `expects`, without `equal_totals`: the rows from each rank
     then: Callable[[Agreement], None] | None = None
     begun = 0.0  # when this rank started it, in seconds of perf_counter
     last = 0  # the rank whose message arrived last

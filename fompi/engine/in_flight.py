@@ -19,7 +19,7 @@ EAGER_NBYTES = 4096
 """Every MPI copies a message of up to this many bytes when it is sent. Testing its request right then saves a poll."""
 
 MOST_PARTS = 64
-"""At most so many parts of a message are sent or received at a time: each one makes every poll longer."""
+"""At most this many parts of a message are sent or received at a time: each one makes every poll longer."""
 
 CONTROL_POLLS = 64
 """Control messages are rare, so they are received only at every 64th poll."""
@@ -31,7 +31,7 @@ MOVED, ENDED, READY = 1, 2, 4
 """What a poll of all calls in C says: it has moved something, some call has ended, some has kernels for Python."""
 
 BLAME_SECONDS = 1.0
-"""So long a thread that finds a failed device waits for the engine, to learn which operation was the reason."""
+"""A thread that finds a failed device waits this long for the engine, to learn which operation was the reason."""
 
 
 class InFlight:

@@ -32,20 +32,20 @@ from typing import Any, NamedTuple
 from fompi.engine.tasks import Task
 
 HOLD_SECONDS = 0.05
-"""So long a message without progress holds back others."""
+"""A message without progress holds back others for this long."""
 
 QUIET_SECONDS = 0.01
-"""So long after a more urgent message others wait for the next one.
+"""After a more urgent message others wait this long for the next one.
 
-A longer time delays urgent messages less, and leaves gaps between them unused. Of tensor beside data parallelism on a
+A longer time delays urgent messages less, and leaves gaps between them unused. With tensor and data parallelism on a
 full link (`bench parallel --row "data beside"`) 10 ms has the shortest step; from 20 ms on nothing is delayed.
 """
 
 PATIENCE = 2.0
-"""An urgent message holds back others for so many times what its bytes in flight take at best."""
+"""An urgent message holds back others for this many times what its bytes in flight take at best."""
 
 STARVE_SECONDS = 0.5
-"""So long an urgency is held back, if more urgent messages move all the time."""
+"""An urgency is held back for this long, if more urgent messages move all the time."""
 
 PART_NBYTES, PART_SECONDS = 64 << 10, 1e-3
 """Messages are cut into parts of this size, or of what a link carries in 1 ms if FOMPI_MACHINE says more."""

@@ -24,7 +24,7 @@ SLOTS = (1, 2, 4, 8)
 """How many messages a connection may hold, before its sender waits. With more than the last of these none is right."""
 
 MOST_REASONS = 5
-"""So many reasons are listed."""
+"""At most this many reasons are listed."""
 
 MOST_WORK = 1 << 25
 """The most terms that all ranks or steps may move, and steps or thread blocks by thread blocks."""

@@ -74,7 +74,7 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 def _with_own_token(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, whose trace has no effect of fompi."""
+    """`function`, whose trace has no effect of fompi."""
 
     @functools.wraps(function)
     def traced(*args: Any, **kwargs: Any) -> Any:

@@ -32,7 +32,7 @@ class JaxPending:
         self._handle, self._site = handle, site
 
     def before(self, tree: Any) -> Any:
-        """The same arrays. What uses them is computed after the start."""
+        """`tree`, with arrays that are there after the start: what uses them is computed after it."""
         if self._site is None:
             return tree
         self._handle, tree = jax.lax.optimization_barrier((self._handle, tree))

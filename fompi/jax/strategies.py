@@ -26,7 +26,7 @@ from fompi.plans.problems import Form
 from fompi.tensors import dlpack
 
 MOST_KEPT = 256
-"""So many forwards of one call may wait for their backward. Of more than that the oldest are forgotten."""
+"""At most this many forwards of one call may wait for their backward. Of more than that the oldest are forgotten."""
 
 
 class _Kept:

@@ -115,7 +115,7 @@ def main(arguments: Sequence[str]) -> int:
         "--size", help="the size of the messages that measure (what a link carries in 67 ms, 8MB at most)"
     )
     run_parser.add_argument(
-        "--at", action="append", default=[], help="'2.5 h1 100mbit': change a link, so many seconds after the start"
+        "--at", action="append", default=[], help="'2.5 h1 100mbit': change a link, 2.5 seconds after the start"
     )
     run_parser.add_argument("--capacity", help="what this machine can carry, all links together (2.45gbit per core)")
     run_parser.add_argument(

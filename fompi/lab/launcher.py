@@ -22,7 +22,7 @@ class Mpi:
 
     @classmethod
     def beside(cls, command: Sequence[str], wanted: str | None) -> Mpi:
-        """The MPI whose mpirun is beside the Python of the command, otherwise the first one in PATH."""
+        """The MPI whose mpirun lies next to the Python of the command, otherwise the first one in PATH."""
         own = Path(python_of(command)).parent / "mpirun"
         mpirun = str(own) if own.exists() else shutil.which("mpirun")
         if not mpirun:
@@ -54,7 +54,7 @@ class Mpi:
         """Environment variables: messages between hosts use TCP over eth0, ranks of one host share its /dev/shm.
 
         `crowded`: ranks share cores, so a rank that waits must yield its core. With a core per rank it must not: a
-        thread that polls beside a kernel would give the core back before it has polled.
+        thread that polls during a kernel would give the core back before it has polled.
         """
         common = {
             "GLOO_SOCKET_IFNAME": "eth0",

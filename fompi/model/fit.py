@@ -184,7 +184,7 @@ def speed_of(machine: Machine, source: int, dest: int) -> float:
 
 
 def _scaled(level: Level, factor: float) -> Level:
-    """The same link with `factor` times its bandwidth. Small differences are noise, and change nothing."""
+    """`level` with `factor` times its bandwidth. Small differences are noise, and change nothing."""
     if abs(log(factor)) < log(1 / FULL_RATE):
         return level
     points = tuple((n, level.latency + max(0.0, s - level.latency) / factor) for n, s in level.curve)

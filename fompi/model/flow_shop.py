@@ -62,7 +62,7 @@ def announced(done: Sequence[float], send: Callable[[int], float]) -> Groups:
 
 
 def announced_units(done: Sequence[float], send: Callable[[int, int], float]) -> Groups:
-    """The same for units that differ: sending units i to j - 1 takes `send(i, j)` seconds."""
+    """`announced` for units that differ: sending units i to j - 1 takes `send(i, j)` seconds."""
     best: list[tuple[float, int]] = [(0.0, 0)]
     for j in range(1, len(done) + 1):
         ready = done[j - 1]
@@ -84,19 +84,19 @@ def pieces(
     """
     if most < 1:
         raise ValueError(f"most={most} must be 1 or more")
-    Front = list[tuple[float, float, int, int]]  # (first free, second free, last cut, index in the front at that cut)
-    fronts: list[list[Front]] = [[[(0.0, 0.0, 0, 0)]] + [[] for _ in range(units)]]
+    Pairs = list[tuple[float, float, int, int]]  # (first free, second free, last cut, index of the pair at that cut)
+    kept: list[list[Pairs]] = [[[(0.0, 0.0, 0, 0)]] + [[] for _ in range(units)]]
     best: tuple[float, int, int] | None = None
     for count in range(1, min(most, units) + 1):
-        before = fronts[-1]
-        now: list[Front] = [[] for _ in range(units + 1)]
+        before = kept[-1]
+        now: list[Pairs] = [[] for _ in range(units + 1)]
         for j in range(count, units + 1):
-            candidates: Front = []
+            candidates: Pairs = []
             for i in range(count - 1, j):
                 a, b = first(j - i), second(j - i)
                 candidates += [(f + a, max(f + a, s) + b, i, at) for at, (f, s, _, _) in enumerate(before[i])]
             now[j] = _undominated(candidates)
-        fronts.append(now)
+        kept.append(now)
         for at, (f, s, _, _) in enumerate(now[units]):
             seconds = max(f + rest, s)
             if best is None or seconds < best[0]:
@@ -107,7 +107,7 @@ def pieces(
     sizes: list[int] = []
     j = units
     while count:
-        _, _, i, at = fronts[count][j][at]
+        _, _, i, at = kept[count][j][at]
         sizes.append(j - i)
         j, count = i, count - 1
     return Groups(tuple(reversed(sizes)), seconds)

@@ -33,7 +33,7 @@ LEAST_SHARE is the least of `rates`. LEAST_POLL is the least `poll` that is not 
 """
 
 NO_PACKING = 1e300
-"""The `pack_rate` of a BLAS whose packing takes no measurable time: so many bytes per second that it costs nothing."""
+"""The `pack_rate` of a BLAS whose packing takes no measurable time: a rate at which packing costs nothing."""
 
 NO_BUS = 1e300
 """The `copy_rate` of a machine whose kernels run on the host."""
@@ -114,7 +114,7 @@ class Machine:
 
     **Kernels.** A kernel takes `overhead + max(flops / flops_rate, nbytes / memory_rate)`. A product takes
     `packed / pack_rate` more. `packed` are the bytes of both operands: a BLAS packs both in every call, also the whole
-    weight. So many small calls cost more than one large call. A GPU computes `wave` elements of a product at once, a
+    weight. Hence many small calls cost more than one large call. A GPU computes `wave` elements of a product at once, a
     tile on each of its processors. The last wave takes as long as a full one. A copy from or to a device takes at least
     `nbytes / copy_rate`; both directions run at the same time.
 
@@ -128,10 +128,10 @@ class Machine:
 
     `memory` are the bytes of a rank. `fompi.layouts` leaves out what does not fit.
 
-    **Messages beside kernels.** With `lanes` = 1, kernels and messages share one core. Each message takes
+    **Messages during kernels.** With `lanes` = 1, kernels and messages share one core. Each message takes
     `cpu_message + nbytes * cpu_byte` from the kernel that runs. A collective of the library counts as two messages per
     peer. A sum takes its own time from the kernel. The rank sees arrived messages every `poll` seconds. With `lanes`
-    = 2, sums run beside kernels, and messages cost kernels nothing. `native_share` is the share of a message that moves
+    = 2, sums run during kernels, and messages cost kernels nothing. `native_share` is the share of a message that moves
     while no rank calls MPI.
 
     **Collectives of the MPI library.** `natives` are curves of seconds by bytes, while all ranks wait. The bytes are

@@ -45,16 +45,16 @@ class Message:
 
     `begins()` is called when it occupies its link, and returns a factor on its duration. `arrives()` is called at its
     end. While the message moves, `remaining` are its seconds at full rate, as of time `since`. It has the share `share`
-    of the full rate since then. `turn` counts the changes of this share.
+    of the full rate since then. `changes` counts the changes of this share.
     """
 
-    __slots__ = ("arrives", "begins", "latency", "nbytes", "pair", "ports", "remaining", "share", "since", "turn")
+    __slots__ = ("arrives", "begins", "changes", "latency", "nbytes", "pair", "ports", "remaining", "share", "since")
 
     def __init__(self, pair: tuple[int, int], nbytes: int, begins: Callable[[], float], arrives: Callable[[], object]):
         self.pair, self.nbytes, self.begins, self.arrives = pair, nbytes, begins, arrives
         self.ports: Sequence[Port] = ()
         self.remaining = self.latency = self.share = self.since = 0.0
-        self.turn = 0
+        self.changes = 0
 
 
 class Network:
@@ -120,8 +120,8 @@ class Network:
             share = min(1.0, *(self._capacity(port) / len(self.messages[port]) for port in message.ports))
             if share != message.share:
                 message.remaining = max(0.0, message.remaining - (now - message.since) * message.share)
-                message.share, message.since, message.turn = share, now, message.turn + 1
-                self.queue.at(now + message.remaining / share, partial(self._drained, message, message.turn))
+                message.share, message.since, message.changes = share, now, message.changes + 1
+                self.queue.at(now + message.remaining / share, partial(self._drained, message, message.changes))
 
     def _pass_bursts(self) -> None:
         """Subtract from the messages that begin now what their ports pass at once: more after a longer silence.
@@ -147,9 +147,9 @@ class Network:
         self.credit.update((port, (credit, now)) for port, credit in left.items())
         self.starting = []
 
-    def _drained(self, message: Message, turn: int) -> None:
+    def _drained(self, message: Message, changes: int) -> None:
         """The last byte has left the ports, unless the share of the message has changed since this was planned."""
-        if message.turn != turn:
+        if message.changes != changes:
             return
         now = self.queue.now
         for port in message.ports:

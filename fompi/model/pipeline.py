@@ -36,7 +36,7 @@ def placement_of(schedule: str) -> str:
 
 
 def has_chunks(schedule: str, chunks: int) -> bool:
-    """True if a schedule is one of so many stages for each rank."""
+    """True if a schedule has this number of stages on each rank."""
     if schedule == "interleaved":
         return True
     return chunks == (2 if placement_of(schedule) == "v" else 1)

@@ -1,6 +1,6 @@
 """The event walk: the ops of a plan on simulated time, on the ranks that are simulated.
 
-A rank runs one product at a time, and one sum or copy beside it. On a device the host enqueues them one by one: at once
+A rank runs one product and one sum or copy at a time. On a device the host enqueues them one by one: at once
 what waits for kernels only, and what waits for a message when that is there. Messages are in `fompi.model.network`.
 `Walk` is refined by the digital twin, which adds data and random durations.
 """

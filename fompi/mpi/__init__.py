@@ -4,7 +4,7 @@
 |---|---|
 | `launcher` | which launcher started this process, with how many ranks and cores, read from environment variables |
 | `environment` | the environment variables of fompi: defaults, values that are taken, names that are misspelt |
-| `transport` | starts MPI; facts of the MPI library; the only file that imports mpi4py, beside a measurement of `lab` |
+| `transport` | starts MPI; facts of the MPI library; only it imports mpi4py, but for a measurement of `lab` |
 | `pmi` | starts MPI under torchrun: answers PMI-1 from a store |
 | `unedited` | runs a program of others: `python -m fompi.torch`, `python -m fompi.mpi` |
 | `link` | the messages of one communicator: sends, receives and collectives that return requests |

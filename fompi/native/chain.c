@@ -10,7 +10,7 @@ enum {
     ROWS_OF_BLOCK = 96, BYTES_ACROSS = 4096, /* of a block of sums: those of some leaves stay in the second cache */
     DEPTH = 192,        /* steps of the chains between two loads of the sums */
     SHALLOW = 32,       /* where rows of w are read that are a multiple of a page apart: more of them evict each other */
-    ROWS_AT_ONCE = 256, /* so many are one block: each strip of w is packed when it is used, and lies in the nearest cache */
+    ROWS_AT_ONCE = 256, /* this many are one block: each strip of w is packed when it is used, and lies in the nearest cache */
     STEPS = 16
 };
 
@@ -133,7 +133,7 @@ static Tiles tiles_of(int32_t is_wide, int64_t m) {
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-/* How many sums a tree over `leaves` leaves has at a time, beside the leaf that is computed. */
+/* How many sums a tree over `leaves` leaves has at a time, besides the leaf that is computed. */
 static int64_t most_sums(int64_t leaves) {
     int64_t most = 1;
     for (; leaves; leaves >>= 1) most++;

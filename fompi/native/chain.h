@@ -20,7 +20,7 @@ typedef struct {
     int32_t adds; /* the first leaf begins with y */
 } Product;
 
-/* The bytes that a product needs beside its operands. `is_wide`: the elements are float64, not float32. */
+/* The bytes that a product needs besides its operands. `is_wide`: the elements are float64, not float32. */
 int64_t chain_scratch(int32_t is_wide, int64_t m, int64_t n, int64_t k, int64_t leaves);
 
 void chain_run(int32_t is_wide, const Product *p, void *scratch);

@@ -43,7 +43,7 @@
 #define LINGER_SECONDS 0.05
 #define MOST_ROUNDS 32          /* of polls in a row, if each one moves something */
 #define COPY_SECONDS 1e-5       /* a round that took longer may have copied a part of a message: there may be more of it */
-#define PART_NBYTES 16384       /* such a part has so many bytes, or more */
+#define PART_NBYTES 16384       /* such a part has this many bytes, or more */
 #define SLICE_NANOSECONDS 100000
 #define ASLEEP_SECONDS 5e-5    /* between polls while the program sleeps, and its core has nothing else to do */
 
@@ -738,7 +738,7 @@ static PyObject *library_wake(PyObject *self, PyObject *none) {
 static PyMethodDef library_methods[] = {
     {"poll", library_poll, METH_NOARGS,
      "One round of all calls in flight. 1: it has moved something; + 2: some call has ended; + 4: some has kernels for Python."},
-    {"help", library_help, METH_VARARGS, "help(least, most): let a thread poll, with pauses of so many seconds. False: there is none."},
+    {"help", library_help, METH_VARARGS, "help(least, most): let a thread poll, with pauses from least to most seconds. False: there is none."},
     {"stop", library_stop, METH_NOARGS, "End the thread."},
     {"rest", library_rest, METH_O, "rest(seconds): wait until Python has something to do, or is woken, or the time is over."},
     {"wake", library_wake, METH_NOARGS, "End the `rest` of another thread, or the next one."},
@@ -1137,7 +1137,7 @@ static PyObject *call_launched(PyObject *self, PyObject *args) {
     return PyArg_ParseTuple(args, "idd", &i, &begun, &due) ? given_back((Call *)self, i, begun, due) : NULL;
 }
 
-/* Which buffers `run_on` places, and how many of the last buffers have a stamp, one in every so many bytes. */
+/* Which buffers `run_on` places, and how many of the last buffers have a stamp, and every how many bytes. */
 static PyObject *call_form(PyObject *self, PyObject *args) {
     Call *c = (Call *)self;
     PyObject *given;
@@ -1280,7 +1280,7 @@ static PyMethodDef call_methods[] = {
     {"launched", call_launched, METH_VARARGS, "launched(op, begun, due): this kernel will be done when it is due. Returns the state."},
     {"has_ended", call_has_ended, METH_O, "has_ended(op): True once this op is done."},
     {"form", call_form, METH_VARARGS, "form(given, n, nbytes): `run_on` places the buffers of these numbers, and writes "
-                                      "the stamp to every so many bytes of the last n buffers."},
+                                      "the stamp into the last n buffers, once in every `nbytes`."},
     {"run_on", call_run_on, METH_VARARGS, "run_on(tag, seconds, stall, stamp, addresses): `run` on other memory."},
     {"drive", call_drive, METH_VARARGS, "drive(seconds, stall): go on with the call. 0 seconds: one round."},
     {"times", call_times, METH_NOARGS, "When each op began, then when each op ended, as doubles of perf_counter."},

@@ -239,7 +239,7 @@ def _rows(x: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _wanted(weights: int, biased: tuple[bool, ...], operands: int, needs: tuple[bool, ...], space: str) -> str:
-    """In words, whose gradients are wanted, for a call with so many tensors."""
+    """In words, whose gradients are wanted, for a call with this many weights, biases and operands."""
     biases = [name for name, has in zip(_numbered("bias", len(biased)), biased, strict=True) if has]
     names = ["x", *_numbered("w", weights), *biases, *_numbered("h", operands)]
     wanted = [name for name, need in zip(names, needs, strict=True) if need]

@@ -72,7 +72,7 @@ class Arguments:
     expects: int = -1  # how many rows must arrive here, if no operand and no out= says it; -1: any number
     arriving: Sequence[int] | None = None  # how many rows must arrive from each rank of an exchange; None: `expects`
     key: Hashable = None  # by which the call is found again without being read (`fompi.ops.front`)
-    words: str = ""  # what the ranks compare beside: whose gradients are wanted, in which backward, at which step
+    words: str = ""  # what the ranks compare besides: whose gradients are wanted, in which backward, at which step
     result: Callable[[dict[str, Any]], Any] = field(default=lambda outputs: outputs["y"])  # from outputs by name
 
     @property
@@ -81,7 +81,7 @@ class Arguments:
         return [self.x, *self.weights, *(b for b in self.biases if b is not None), *self.operands]
 
     def with_tensors(self, tensors: Sequence[Any]) -> Arguments:
-        """The same call on other tensors, given in the order of the property `tensors`."""
+        """This call on other tensors, given in the order of the property `tensors`."""
         rest = iter(tensors)
         return replace(
             self,
@@ -113,7 +113,7 @@ class LocalCall(NamedTuple):
     dim: int  # the dimension of the rows, >= 0
     split: int  # the dimension whose columns an all-to-all splits; -1: it splits the rows
     rows: tuple[int, ...]  # `mine` of `fompi.plans.rows`
-    expects: int  # how many rows must arrive here, because an operand or out= has so many; -1: any number
+    expects: int  # how many rows must arrive here, because an operand or out= has this many; -1: any number
     out: Tensor | None
     in_place: bool  # out is x: the result is written over it (`plans.over_x`)
     device: Any  # whose memory the tensors have; None: the host
@@ -289,7 +289,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 def _named(
     weights: Sequence[Tensor], biases: Sequence[Tensor | None], operands: Sequence[Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a call beside x, with what messages call them."""
+    """The tensors of a call besides x, with what messages call them."""
     for kind, tensors in (("w", weights), ("bias", biases), ("h", operands)):
         for i, tensor in enumerate(tensors):
             if tensor is not None:

@@ -39,7 +39,7 @@ SIZED: dict[str, tuple[int, bool]] = {
 
 
 def most_started(name: str, network: bool) -> int:
-    """The same for one with I in front. -1: none. `network`: there are several hosts."""
+    """The most bytes of one with I in front that the library carries out. -1: none. `network`: several hosts."""
     limit = LIMITS.get(name, -1)
     return -1 if limit == ALWAYS else min(limit, STARTED) if network else limit
 

@@ -392,11 +392,11 @@ class OfLibrary(MPI.Request):
 
 
 LOOK_TESTS, MOST_YIELDS = 32, 1 << 14
-"""After so many tests a rank looks who has left; after so many it sleeps between two."""
+"""At every LOOK_TESTS-th test a rank looks who has left; after MOST_YIELDS tests it sleeps between two."""
 
 
 MOST_ARGUMENTS = 9
-"""No collective has so many arguments: none of them says how large one is that is not in `SIZED`."""
+"""No collective has this many arguments: of one that is not in `SIZED` none says how large it is."""
 
 BUFFERS_OF_ROOT = {"Reduce": 1, "Gather": 1, "Gatherv": 1, "Scatter": 0, "Scatterv": 0}
 """The argument that only the root has."""

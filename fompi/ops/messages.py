@@ -658,7 +658,7 @@ class Transfer:
 
 
 def catch_up(comm: Communicator, peer: int, sent: int, received: int, refusal: Exception) -> None:
-    """Rank `peer` has sent and awaited so many messages of strategies: await and refuse those that are missing here."""
+    """Rank `peer` has sent and awaited this many messages of strategies: await and refuse those missing here."""
     with comm.engine.lock:
         mine_sent, mine_received = comm.begun_with(peer)[1:]
         for _ in range(received - mine_sent):

@@ -89,7 +89,7 @@ class MessageForm:
 
 
 def may_be_in_c(comm: Communicator, peer: int, nbytes: int) -> bool:
-    """True if a message of so many bytes to or from this rank may be carried out by C."""
+    """True if a message of this many bytes to or from this rank may be carried out by C."""
     engine = comm.engine
     return (
         native_engine().library is not None

@@ -634,7 +634,7 @@ def explain(
 
     `specs`, `ranks`, `bias`, `root`, `packed`, `split_dim`, `experts`, `counts`, `wire` and `order` are those of
     `fompi.plan`.
-    `machine` is a Machine, its name or its file. `schedules` are the only ones that are compared, beside those without
+    `machine` is a Machine, its name or its file. `schedules` are the only ones that are compared, besides those without
     overlap. Raises the same errors as `fompi.plan`.
     """
     options: dict[str, Any] = {"bias": bias, "root": root, "packed": packed, "split_dim": split_dim}

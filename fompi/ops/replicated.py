@@ -67,7 +67,7 @@ def sum_replicated(grads: Iterable[Any], comm: Any = None, *, out: Iterable[Any]
 
 
 def _total(tensors: Sequence[Tensor], dtype: str, comm: Any, words: str) -> Any:
-    """The sums of the tensors, one behind the other. `words`: what the ranks compare, beside their total."""
+    """The sums of the tensors, one behind the other. `words`: what the ranks compare, besides their total."""
     device = tensors[0].device
     if device is None:
         flat = np.concatenate([tensor.array.reshape(-1) for tensor in tensors])

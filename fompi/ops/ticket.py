@@ -81,7 +81,7 @@ def form_of(
 
 
 class Memory:
-    """What a call in C works on beside the tensors of the program. Each call in flight has one of its own."""
+    """What a call in C works on besides the tensors of the program. Each call in flight has one of its own."""
 
     def __init__(self, ticket: Ticket):
         comm, library = ticket.comm, native_engine().library

@@ -284,7 +284,7 @@ def over_losses(comm: Communicator) -> Communicator:
 
 
 def check_leaves(comm: Communicator, features: int, adds_subtrees: bool) -> None:
-    """Raise the error of an order that a strategy with so many features on this rank cannot have.
+    """Raise the error of an order that a strategy with this many features on this rank cannot have.
 
     `adds_subtrees`: the features of a rank must be one subtree.
     """

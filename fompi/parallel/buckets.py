@@ -182,7 +182,7 @@ class Bucket:
         return slice(a, b)
 
     def elements(self, name: str) -> slice:
-        """The same part, as a slice of the flat parameter."""
+        """The part of a parameter that this rank owns: a slice of the flat parameter."""
         own, skipped = self.own(name), self.begin - self.spans[name][0]
         return slice(own.start + skipped, own.stop + skipped)
 

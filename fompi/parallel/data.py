@@ -539,7 +539,7 @@ class DataParallel:
             self._promise(error, ahead)
             raise
         self._left = section
-        if not is_finite:  # all ranks have the same norm, so nobody must hear of it
+        if not is_finite:  # all ranks have the same norm, so nobody needs to be told
             raise TensorError(f"the norm of the gradient of all ranks is {norm}. {NOTHING_UPDATED}")
         if self._torn is not None:
             if self.zero in (1, 2):

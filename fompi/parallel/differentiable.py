@@ -93,7 +93,7 @@ class Differentiable:
         return self.forward(**given)[0]
 
     def watched(self, note: Callable[[Any], None]) -> Differentiable:
-        """The same function, which calls `note(saved)` after each forward: a framework keeps `saved` to itself."""
+        """This function, which calls `note(saved)` after each forward: a framework keeps `saved` to itself."""
 
         def forward(*args: Any, **options: Any) -> tuple[Any, Any]:
             y, saved = self.forward(*args, **options)

@@ -27,7 +27,7 @@ MOST_SLICES = 4
 
 
 def parts_of(heads: int, nbytes: int) -> list[slice]:
-    """Parts of so many heads that travel in one message of `nbytes`, or in several: one for each part."""
+    """The parts of `heads` heads, of `nbytes` in all: each part travels in a message of its own."""
     ends = offsets(split(heads, max(1, min(heads, MOST_SLICES, nbytes // LEAST_NBYTES))))
     return [slice(a, b) for a, b in pairwise(ends)]
 

@@ -167,7 +167,7 @@ def _local_dx(saved: Linear, dz: Array) -> Any:
 
 
 def _leaf_by_leaf(saved: Linear, dz: Array) -> tuple[Array, Array]:
-    """The gradient of z and w.T, whose product is that of x. Leaves of swiglu lie beside each other: (gate, up), ..."""
+    """The gradient of z and w.T, whose product is that of x. Leaves of swiglu lie side by side: (gate, up), ..."""
     w = saved.w.array
     if not saved.leaves or saved.activation != "swiglu":
         return dz, w.T

@@ -29,7 +29,7 @@ MOST_RANKS, MOST_CELLS = 1 << 12, 1 << 20
 
 
 class Beside(NamedTuple):
-    """What a file lists beside the actions: a message, or what happens to the parameters of a stage."""
+    """What a file lists besides the actions: a message, or what happens to the parameters of a stage."""
 
     stage: int
     verb: str

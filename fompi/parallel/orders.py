@@ -41,7 +41,7 @@ BOTH = "OVERLAP_F_B"
 _BOTH = re.compile(rf"\(([^();]+);([^();]+)\){BOTH}")
 
 _LEFT_OUT = re.compile(r"\d*(SEND|RECV)_[FB]\d*|\d*(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
-"""What PyTorch's files list beside the actions: messages, which follow from the actions, and the shards of FSDP."""
+"""What PyTorch's files list besides the actions: messages, which follow from the actions, and the shards of FSDP."""
 
 
 class Action(NamedTuple):
@@ -219,7 +219,7 @@ def _zero_bubble_v(r: int, p: int, m: int, v: int) -> list[Action]:
 
 
 def _dual_pipe_v(r: int, p: int, m: int, v: int) -> list[Action]:
-    """A forward of one stage beside a backward of the other: F0 B1, then F1 B0. W fill the begin and the end."""
+    """A forward of one stage with a backward of the other: F0 B1, then F1 B0. W fill the begin and the end."""
     n, made = max(m, 2 * p), _Counted(r, p)
     made.add("F0", 2 * (p - r - 1))
     made.add("F0 F1", r + 1)
@@ -260,7 +260,7 @@ _OVERLAPPING: dict[str, Callable[..., list[Action]]] = {
 def _side_by_side(write: Callable[..., list[Action]], apart: bool, r: int, p: int, m: int, v: int) -> Iterator[Step]:
     """Each forward and the B of another micro-batch that follows it become one action; if `apart`, not the first ones.
 
-    As for so many micro-batches that no pair is cut short, without those that are not there.
+    The order is written for enough micro-batches that no pair is cut short; those that are not there are left out.
     """
     n = max(m, 2 * p)
     before: Action | None = None
@@ -399,8 +399,8 @@ def times(
     """The event walk: every rank does its actions in order, each as soon as what it needs is there.
 
     `seconds` are those of F, B, I and W (by default 1, 2, 1 and 1). Two side by side take as long as both, or those of
-    "OVERLAP_F_B". A message to another rank takes `message` seconds,
-    beside the actions. Any number of messages may move at once. Raises PlanError for an order that deadlocks.
+    "OVERLAP_F_B". A message to another rank takes `message` seconds, while actions go on. Any number of them may move
+    at once. Raises PlanError for an order that deadlocks.
     """
     seconds = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, **(seconds or {})}
     ranks, stages = len(orders), 1 + max((a.stage for steps in orders for a in parts(steps)), default=0)

@@ -218,7 +218,7 @@ def _plan(problem: PipelineProblem, listed: Orders, name: str, seconds: Mapping[
 
 
 def _beside(kind: str) -> str:
-    """The name of the kernel of a forward beside a backward of this kind."""
+    """The name of the kernel of a forward with a backward of this kind."""
     return f"{KERNELS['F']}_{KERNELS[kind]}"
 
 

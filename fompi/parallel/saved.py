@@ -128,7 +128,7 @@ def _all_lost(dp: DataParallel, bucket: Bucket) -> dict[str, Any]:
 
 
 def _own_lost(dp: DataParallel, bucket: Bucket, whole: Mapping[str, Array]) -> Array:
-    """The same on one of the ranks, which adds it to its next gradient: of each part the one that does not round it."""
+    """What one rank takes of that, and adds to its next gradient: of each part the rank that does not round it."""
     mine = filled(bucket.size, bucket.wide, 0, bucket.master)
     if whole and all(axis.rank == 0 for axis in dp._others()):
         flat = np.concatenate([whole[name].reshape(-1) for name in bucket.names])

@@ -170,8 +170,8 @@ class Section:
     def end_by(self, error: BaseException) -> None:
         """Tell the other ranks how far this one has come, and begin to bring the calls of all ranks in step.
 
-        Where the first agreement has ended by the error, all ranks raise it, in the same call. So nobody must hear of
-        it. Of a later one they must: they may wait for something else than this call.
+        Where the first agreement has ended by the error, all ranks raise it, in the same call. So nobody needs to be
+        told. Of a later one they do: they may wait for something else than this call.
         """
         if self.error is not None:
             return

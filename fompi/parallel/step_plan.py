@@ -99,7 +99,7 @@ def plan(
 def _forms(layers: Sequence[int | LayerForm], stages: int) -> tuple[LayerForm, ...]:
     found = tuple(layer if isinstance(layer, LayerForm) else LayerForm(layer) for layer in layers)
     if len(found) < stages or any(integer(form.parameters) is None or form.parameters < 0 for form in found):
-        raise LayoutError(f"layers={layers!r}: {stages} stages need a layer each, with so many parameters")
+        raise LayoutError(f"layers={layers!r}: {stages} stages need a layer each, and a layer its number of parameters")
     for number, form in enumerate(found):
         if form.kind not in KINDS:
             raise LayoutError(f"layer {number} is of the kind {form.kind!r}, which is none of {', '.join(KINDS)}")

@@ -26,8 +26,9 @@ class LayerForm(NamedTuple):
     """What a plan knows of a layer.
 
     `parameters` is their number on a rank of tp. If they `stay`, a rank keeps all of them between steps: they are
-    gathered anew as soon as they are updated, under what the step still computes. They belong to so many `tensors`:
-    the sums of gradients have a number more for each, which is 0 if no rank has a gradient of it.
+    gathered anew as soon as they are updated, under what the step still computes. `tensors` is the number
+    of tensors that they form: the sums of gradients have a number more for each, which is 0 if no rank has a gradient
+    of it.
     """
 
     parameters: int

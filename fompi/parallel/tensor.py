@@ -193,7 +193,7 @@ def _attention(
 
 
 def _attention_inner(saved: Heads, do: Array) -> Array:
-    """The gradient of the projections, one beside the other, where `do` is that of the heads' results."""
+    """The gradient of the projections, side by side, where `do` is that of the heads' results."""
     dtype, total = saved.dtype, len(saved.q)
     q, k, v, o, at = saved.q, saved.k, saved.v, saved.o, np.arange(total)
     results = o, saved.lse, do.reshape(o.shape)

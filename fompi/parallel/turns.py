@@ -37,7 +37,7 @@ class _Here(threading.local):
 _HERE = _Here()
 
 MOST = 32
-"""So many functions may run in turns."""
+"""At most this many functions may run in turns."""
 
 
 class _Ended(PeerError):

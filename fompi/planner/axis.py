@@ -43,7 +43,7 @@ class Axis(NamedTuple):
         return Axis(size, tuple(hops))
 
     def _seconds(self, entering: Sequence[float]) -> float:
-        """Seconds until so many bytes have entered a group of each level. All levels work at the same time."""
+        """Seconds until this many bytes have entered a group of each level. All levels work at the same time."""
         latency = sum(hop.link.level.latency * (hop.groups - 1) for hop in self.hops)
         return latency + max(hop.link.busy(n * hop.share) for hop, n in zip(self.hops, entering, strict=True))
 

@@ -164,7 +164,7 @@ def announcing(problem: Problem, sizes: Sizes, machine: Machine, listed: Sequenc
 
 
 def other_windows(best: Candidate, size: int) -> Iterator[Candidate]:
-    """The same candidate with other windows, if its ranks send to several others."""
+    """The candidate `best` with other windows, if its ranks send to several others."""
     if best.schedule in DIRECT_FAMILY and best not in UNFUSED and best.rows is None:
         windows = WINDOWS if size <= MOST_PEERS_AT_ONCE else WINDOWS[1:]
         yield from (best._replace(window=w) for w in windows if w != best.window and (w or 0) < size - 1)
@@ -203,7 +203,7 @@ def exact_cuts(problem: Problem, sizes: Sizes, machine: Machine, most_ops: int =
 
 
 def _exact_cuts(problem: Problem, machine: Machine, shard: float, unit: float, most_ops: int) -> Iterator[Candidate]:
-    """The exact cuts of a shard of so many rows, in units of so many rows. The last unit may have fewer rows."""
+    """The exact cuts of `shard` rows, in units of `unit` rows. The last unit may have fewer rows."""
     size, units = problem.size, ceil(shard / unit)
     link, nbytes = machine.link(0, size - 1), unit * max(row_nbytes(problem))
 

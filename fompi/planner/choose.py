@@ -45,7 +45,7 @@ LARGE_NBYTES = 8 << 20
 """From this many bytes of a shard on, the product of a block is cut in two. Then messages start earlier."""
 
 SIMULATED = 2
-"""How many candidates are simulated while a call waits for the choice, beside those without overlap."""
+"""How many candidates are simulated while a call waits for the choice, besides those without overlap."""
 
 STREAM_NBYTES, STREAM_SLICES, SUM_SLICES = 1 << 20, 4, 8
 """Over a network, shards of at least STREAM_NBYTES go round a ring in STREAM_SLICES slices.

@@ -59,7 +59,7 @@ def estimate(problem: Problem, sizes: Sizes, machine: Machine, candidate: Candid
         calls = (size - 1) * sum(call_seconds(problem, each, piece) for piece in pieces)
         calls += call_seconds(problem, each, rows / size)
     if machine.lanes == 2:
-        messages = max(messages, sums)  # sums run beside kernels and messages, one sum after the other
+        messages = max(messages, sums)  # sums run at the same time as kernels and messages, one sum after the other
     else:
         message_ends = 2 * (size - 1) * len(pieces) * (2 if problem.moves == "all_reduce" else 1)
         calls += sums + message_ends * (machine.cpu_message + rows / size / len(pieces) * wire.row * machine.cpu_byte)

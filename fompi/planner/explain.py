@@ -44,7 +44,7 @@ LEAST_GAIN = 1.05
 """A wire that makes the best plan less than this many times as fast gains nothing: its results are not exact."""
 
 SIMULATED = 6
-"""How many of the best candidates by estimate are simulated, beside those without overlap."""
+"""How many of the best candidates by estimate are simulated, besides those without overlap."""
 
 MOST_EVENTS = 20_000
 """If no call waits for the answer, further candidates are simulated until their traces have this many events."""
@@ -267,7 +267,7 @@ def explain(
     simulated whose estimate is far behind, and no other windows are simulated.
 
     `at(rank)` is the problem of each rank, if the problems differ in columns that are not sent. `schedules` are the
-    only ones that are compared, beside those without overlap. Raises PlanError if one of them is no candidate.
+    only ones that are compared, besides those without overlap. Raises PlanError if one of them is no candidate.
     """
     least = lower_bound(problem, sizes, machine, at)
     listed = list(

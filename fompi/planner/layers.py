@@ -36,7 +36,7 @@ DTYPE = "int16"
 per element."""
 
 SIMULATED, MOST_OPS = 3, 2_000
-"""How many candidates are simulated for an operation, beside those without overlap, and the most ops of a rank."""
+"""How many candidates are simulated for an operation, besides those without overlap, and the most ops of a rank."""
 
 MOST_COUNT = 1 << 30
 """The most ranks, and the most tokens of a rank."""
@@ -96,7 +96,7 @@ class Transformer(NamedTuple):
         return self.layers * layer + self.vocabulary * self.hidden
 
     def attention(self, tokens: float) -> float:
-        """The operations of the forward of attention in one layer, beside the projections.
+        """The operations of the forward of attention in one layer, without the projections.
 
         A causal token attends to half of its sequence. The backward has two and a half times as many.
         """
@@ -222,7 +222,7 @@ def _kernel(what: str, machine: Machine, flops: float, nbytes: float) -> LayerPa
 
 
 def _attention(model: Transformer, machine: Machine, tokens: float, share: int) -> Iterator[LayerPart]:
-    """The products of attention beside the projections: half of all pairs of tokens, because it is causal.
+    """The products of attention without the projections: half of all pairs of tokens, because it is causal.
 
     The backward has two and a half times as many operations as the forward. `share` ranks share the work.
     """

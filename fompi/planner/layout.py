@@ -226,7 +226,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def _microbatches(sequences: int, fixed: dict[str, int | str]) -> list[int]:
-    """The sizes of a micro-batch, if a rank has so many sequences: powers of two, or what is given."""
+    """The sizes of a micro-batch, if a rank has this many sequences: powers of two, or what is given."""
     given = fixed.get("microbatch")
     sizes = [1 << i for i in range(MOST_MICROBATCH.bit_length())] if given is None else [int(given)]
     return [size for size in sizes if sequences % size == 0]

@@ -189,7 +189,7 @@ class Passes(NamedTuple):
 
 
 class StageLoad(NamedTuple):
-    """The mean stage of the busiest rank, the layers of a stage, and those of the last one, beside the output layer."""
+    """The mean stage of the busiest rank, the layers of a stage, those of the last one without the output layer."""
 
     passes: Passes
     layers: int
@@ -246,14 +246,14 @@ class StepParts:
         return (seconds, 0.0) if self.machine.lanes > 1 else (0.0, seconds)
 
     def _pipelined(self, size: int, messages: float, whole: float, piece: float) -> float:
-        """The exposed seconds of a product in `size` pieces beside its messages, or of one in a piece after them."""
+        """The exposed seconds of a product in `size` pieces during its messages, or of one in a piece after them."""
         if size == 1:
             return 0.0
         pieces = size * piece
         return min(messages, max(0.0, messages - (1 - 1 / size) * pieces) + pieces - whole)
 
     def _column(self, tp: int, rows: float, k: float, n: float, weights: float = 1) -> Passes:
-        """A column-parallel product: all-gather and product; in the backward bulk, dx beside x and dw beside dx."""
+        """A column-parallel product: all-gather and product; in the backward bulk, dx with x and dw with dx."""
         axis = self.axis(tp, 1)
         beside, coded = self._coded(rows * k * (tp > 1), ITEM)
         messages = axis.gather(self.item * rows * k) + beside
@@ -317,7 +317,7 @@ class StepParts:
         return made.plus(Passes(StepWork(copies + route, ep=exposed[0]), StepWork(copies + 2 * route, ep=exposed[1])))
 
     def _attentions(self, tp: int, cp: int, rows: float, projections: Passes) -> Iterator[tuple[Passes, str]]:
-        """Attention beside its projections, by ring and by Ulysses, whose messages hide behind the projections too."""
+        """Attention without its projections, by ring and by Ulysses, whose messages hide behind the projections too."""
         model, axis, head = self.model, self.axis(cp, tp), self.model.hidden // self.model.heads
         flops, nbytes = model.attention(rows) / tp, 8.0 * rows * model.hidden / tp
         ahead, back = self.machine.kernel(flops, nbytes), self.machine.kernel(2.5 * flops, 2 * nbytes)
@@ -422,7 +422,7 @@ class StepParts:
             jobs = [Job(a, f) for a, f in zip(moved(ITEM, cut), (first, ahead / cut, 0.0), strict=True)]
             return [jobs[2], *[jobs[1]] * cut, jobs[0]]
 
-        again = count - 1  # in ZeRO-2 and 3 every micro-batch has messages. What does not fit beside one, adds up.
+        again = count - 1  # in ZeRO-2 and 3 every micro-batch has messages. What does not fit behind one, adds up.
         cuts = [1 << i for i in range(min(layers, MOST_BUCKETS).bit_length())]
         forward_seconds, backward_seconds = ahead + first, back + final
         room = backward_seconds + (0.0 if zero == 3 else forward_seconds)

@@ -43,7 +43,7 @@ def after(problem: Problem | OwnProblem, rank: int, parts: int) -> dict[tuple[st
 
 
 def _after(problem: Problem, rank: int, parts: int) -> dict[tuple[str, int], Value]:
-    """The same, with the blocks that never have rows."""
+    """`after`, with the blocks that never have rows."""
     size, slices = problem.size, parts // problem.runs
 
     def weighted(x: Value, i: int, at: int, bias: bool = True, expert: int = 0) -> Value:

@@ -97,7 +97,7 @@ def release(constraints: Constraints) -> tuple[list[int], list[list[int]], list[
 _OF_WIRES = (f"{kernel}_{wire}" for wire in WIRES for kernel in ("encode", "decode", "decode_add"))
 
 MERGES = frozenset(("add", "max", "min", "prod", "copy", "pack", *_OF_WIRES))
-"""Kernels that are limited by memory bandwidth. They have their own lane, beside the products."""
+"""Kernels that are limited by memory bandwidth. They have a lane of their own, apart from the products."""
 
 
 KERNEL_LANES = ("compute", "merge", "download", "upload")

@@ -28,7 +28,7 @@ Block = tuple[str, int]
 
 
 def encoded(plan: Plan, roundings: int) -> Plan:
-    """The same plan with messages in the form of `plan.problem.wire`. A term is rounded at most `roundings` times.
+    """`plan` with messages in the form of `plan.problem.wire`. A term is rounded at most `roundings` times.
 
     Raises PlanError, now or when a program is read, if it has a collective of the MPI library.
     """
@@ -119,7 +119,7 @@ def _one(block: Block) -> Chunk:
 
 
 def _with_sums(program: Program) -> Program:
-    """The same program where what is decoded is wide, and where it is added at once if nothing else reads it."""
+    """`program` where what is decoded is wide, and where it is added at once if nothing else reads it."""
     decoded = {op.writes[0].buffer for op in program.ops if isinstance(op, Compute) and _decodes(op)}
     others = {
         chunk.buffer

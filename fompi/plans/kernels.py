@@ -352,7 +352,7 @@ def in_place(op: Compute, read: int, write: int) -> bool:
 
 
 def evaluate_opaque(op: Compute, read: Callable[[Chunk], list[Value]]) -> list[Value]:
-    """The same for a kernel of the user. A chunk that it reads and writes is a sum, which gets one more term."""
+    """`evaluate` for a kernel of the user. A chunk that it reads and writes is a sum, which gets one more term."""
     values = {chunk: read(chunk) for chunk in op.reads}
     operands = [value for chunk in op.reads if chunk not in op.writes for value in values[chunk]]
     read_before = Operands(operands)
@@ -394,7 +394,7 @@ def _ordered_pair_of(kernel: str, a: Value, b: Value) -> Value:
 
 
 def _evaluate_grouped(op: Compute, kernel: Kernel, read: Callable[[Chunk], list[Value]]) -> list[Value]:
-    """The same for a kernel that takes a chunk of rows for each expert."""
+    """`evaluate` for a kernel that takes a chunk of rows for each expert."""
     matrices = [read(chunk) for chunk in kernel.wholes(op.reads)]
     values: list[Value] = []
     for i, chunks in enumerate(zip(*kernel.rows(op.reads), strict=True)):

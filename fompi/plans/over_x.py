@@ -18,7 +18,7 @@ OPERATIONS = ("all_reduce", "broadcast")
 
 
 def over_x(plan: Plan) -> Plan:
-    """The same plan with the buffer x in place of y. Its role is "inout".
+    """`plan` with the buffer x in place of y. Its role is "inout".
 
     Raises PlanError, now or when a program is read, if some op needs what is in x after another one has written y.
     """

@@ -451,7 +451,7 @@ class Plan:
         return total
 
     def with_program(self, program: Program) -> Plan:
-        """The same plan with another program for one rank."""
+        """This plan with another program for one rank."""
         programs = tuple(program if p.rank == program.rank else p for p in self.programs)
         return replace(self, programs=programs)
 

@@ -177,7 +177,7 @@ class Problem:
         return at is not None and symbol[0] == "pair" and symbol[at] != self.root
 
     def spread(self, rows: Sequence[int]) -> Sizes:
-        """The sizes of a call in which rank r has `rows[r]` rows of x, or owns so many of its result."""
+        """The sizes of a call in which rank r has `rows[r]` rows of x, or owns `rows[r]` rows of the result."""
         size, root = self.size, self.root
         if self.operation == "reduce":
             return Sizes(at_root(root, size, sum(rows)))
@@ -516,9 +516,9 @@ def problem(
 ) -> Problem:
     """The Problem of `operation` on these local tensors. Raises ShapeError, DtypeError or LayoutError.
 
-    With `columns` rank r gets `columns[r]` of the second dimension of x, or of the columns of a product, or has so many
-    of x. In the last case x is that of all ranks together: it has all columns. With `experts` rank r has `experts[r]`
-    of them, and a weight has a matrix for each.
+    With `columns` rank r gets `columns[r]` of the second dimension of x, or of the columns of a product, or has
+    `columns[r]` of those of x. In the last case x is that of all ranks together: it has all columns. With `experts`
+    rank r has `experts[r]` of them, and a weight has a matrix for each.
     """
     if operation not in MEANING:
         raise LayoutError(f"unknown operation {quoted(operation, MEANING)}; known: {', '.join(MEANING)}")
@@ -593,7 +593,7 @@ def _problem(
     columns: tuple[int, ...],
     experts: tuple[int, ...],
 ) -> Problem:
-    """The same from the shapes of rows. Calls that differ only in the number of rows share one object."""
+    """The Problem of these shapes of rows. Calls that differ only in the number of rows share one object."""
     if bool(weights) != (MEANING[operation].weight is not None) or len(biases) > len(weights):
         raise ShapeError(f"{operation} does not take {len(weights)} weights and {len(biases)} biases")
     if MEANING[operation].moves in ("reduce_scatter", "all_reduce") and not columns:

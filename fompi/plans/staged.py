@@ -34,9 +34,9 @@ def _all_pairs(rank: int, peer: int) -> bool:
 
 
 def staged(plan: Plan, pairs: Pairs = _all_pairs, below: int = 0) -> Plan:
-    """The same plan with the messages between `pairs`, and all collectives, through host memory.
+    """`plan` with the messages between `pairs`, and all collectives, through host memory.
 
-    With `below` also all messages of at most so many bytes. Both ends of a message have the same, so both ranks stage
+    With `below` also all messages of at most this many bytes. Both ends of a message have the same, so both ranks stage
     it. What is staged already stays as it is.
     """
     if not isinstance(plan, Plan):
@@ -55,7 +55,7 @@ def for_device(plan: Plan, pairs: Pairs = _all_pairs, below: int = 0) -> Plan:
 
 
 def _narrowed(program: Program) -> Program:
-    """The same program without the copies that widen weights of half type. Its products read the weights themselves."""
+    """`program` without the copies that widen weights of half type. Its products read the weights themselves."""
     writes = Counter(chunk.buffer for op in program.ops for chunk in op.writes)
     copies = [op for op in program.ops if _widens(program, op) and writes[op.writes[0].buffer] == 1]
     if not copies:

@@ -170,7 +170,7 @@ class BoundPlan:
         return np.array([*map(address_of, every)], np.uint64).tobytes()
 
     def _given_views(self, tensors: Mapping[str, Any], is_whole: bool) -> Given:
-        """The same for tensors of a device, and for strided ones. The arrays keep their memory alive."""
+        """The memory of a call on tensors of a device, or on strided ones. The arrays keep their memory alive."""
         borrowed = {name: dlpack.borrow(value, name) for name, value in tensors.items()}
         cut(self.plan, borrowed, self.comm.rank)
         for name, tensor in borrowed.items():
@@ -285,7 +285,7 @@ class BoundPlan:
         return self._announced_on(self._arrays)
 
     def _announced_on(self, arrays: Mapping[str, Any]) -> Announcing | None:
-        """The same on these arrays."""
+        """The one kernel for announced products, on these arrays. None: each product is a kernel of its own."""
         compiled, choice = self.compiled, environment.value("FOMPI_COUNTERS")
         names = {compiled.program.ops[i].kernel for i in compiled.announced}  # type: ignore[union-attr]
         if choice == "0" or self.backend.device is None or not names or names & {*(self.kernels or ())}:

@@ -54,7 +54,7 @@ def digest_of(array: Array) -> int:
 
 
 def joined(first: int, second: int, elements: int) -> int:
-    """h of two runs of elements, where the second one has so many."""
+    """h of two runs of elements, where the second one has this many."""
     return (first * pow(MULTIPLIER, elements, 1 << 64) + second) & MASK
 
 

@@ -128,7 +128,7 @@ class Dispatch(Task):
         raise NotImplementedError
 
     def kernel_failed_late(self, i: int, error: BaseException) -> None:
-        """The same, after the call has returned to the program."""
+        """The kernel of op `i` has raised `error` after the call has returned to the program."""
         raise NotImplementedError
 
     def has_ended(self, i: int) -> bool:

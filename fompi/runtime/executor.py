@@ -594,7 +594,7 @@ class Executor(BoundPlan):
         return self._run
 
     def _in_python(self) -> Run:
-        """The same. If C does it, Python goes on with it."""
+        """What does the last call, in Python: if C does it, Python goes on with it."""
         task = self._current()
         if isinstance(task, InC):
             task.heir()

@@ -40,7 +40,7 @@ its number is its tag. Of a receive: the header of the sender may have carried t
 """
 
 MOST_NBYTES = (1 << 31) - 1
-"""A message of C has at most so many bytes."""
+"""A message of C has at most this many bytes."""
 
 
 class CallTable(NamedTuple):
@@ -144,7 +144,7 @@ class Agreed(NamedTuple):
 
 
 def with_agreement(plan: CallTable, rank: int, size: int, headers: Headers, in_place: bool = False) -> Agreed:
-    """The same call behind an agreement. The last op of that compares all headers.
+    """The call of `plan` behind an agreement. The last op of that compares all headers.
 
     A header goes to each rank and comes from each, in the order of `Agreement._exchange`. It carries the first message
     to that rank that waits for nothing and fits. `in_place`: one op more, the last of all, copies y to x.
@@ -210,7 +210,7 @@ WORD_NBYTES = 8
 
 
 def _carried(plan: CallTable, most_nbytes: int) -> dict[int, int]:
-    """For each rank, the first send to it that waits for nothing and has at most so many bytes."""
+    """For each rank, the first send to it that waits for nothing and has at most `most_nbytes`."""
     sends: dict[int, int] = {}
     for i in plan.first.tolist():
         op = plan.ops[i]

@@ -34,7 +34,7 @@ UNDER_WAY = (GOES_ON, STALLED, HAS_KERNELS)
 """What `Call.run` returns if the call is in flight."""
 
 IN_C_SECONDS, STALL_SECONDS = 5e-3, 2e-3
-"""So long C drives a call without a look at anything else, and so long without progress. Then the call is in flight:
+"""C drives a call for this long without a look at anything else, and this long without progress. Then it is in flight:
 Python looks after deadlines, signals, control messages and other calls.
 """
 
@@ -65,11 +65,11 @@ class Times(NamedTuple):
 
 
 AT_ONCE_SECONDS = 2e-5
-"""So long C drives a small call for which the program does not wait: to wake another thread for it takes longer."""
+"""C drives a small call for this long though the program does not wait for it: to wake another thread takes longer."""
 
 SOON_SECONDS = 8e-5
-"""The same if the program has waited so soon for the last such call: then it waits for this one, too, as in
-`dist.recv`, where torch begins a call and waits for it in two steps.
+"""As AT_ONCE_SECONDS, if the program has waited for the last such call within this time: then it waits for this one,
+too, as in `dist.recv`, where torch begins a call and waits for it in two steps.
 """
 
 
@@ -293,7 +293,7 @@ def made_call(library: Any, made: CallTable, comm: Communicator, compiled: Compi
 def called(
     library: Any, made: CallTable, comm: Communicator, is_small: bool, is_long: bool = False, forwards: bool = False
 ) -> Call:
-    """The same. `is_small`: sums and copies run where they are released. `is_long`, `forwards`: as in `Task`."""
+    """The call of this table. `is_small`: sums run where they are released. `is_long`, `forwards`: as in `Task`."""
     from fompi.native._native import Call
 
     lists = *made.on_start, *made.on_done, made.blockers, made.first, made.nbytes

@@ -11,7 +11,7 @@ from fompi.plans.problems import Problem
 
 
 def device_nbytes(plan: Plan, extents: Extents, given: Collection[str]) -> int:
-    """The bytes of device memory that one rank needs for a plan, beside the buffers that are `given`."""
+    """The bytes of device memory that one rank needs for a plan, besides the buffers that are `given`."""
     buffers = plan.programs[extents.rank].buffers
     new = (b for b in buffers if b.place != "host" and b.name not in given)
     return sum(nbytes(b.shape(extents), b.dtype) for b in new)

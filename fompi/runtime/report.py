@@ -64,7 +64,7 @@ MOST_CALLS = 1024
 """Each entry keeps the times of this many calls, the newest. It bounds the memory."""
 
 MOST_TRACED = 64
-"""A file has the traces of so many calls of each rank, the newest."""
+"""A file has the traces of this many calls of each rank, the newest."""
 
 GATHER_SECONDS = 10.0
 """How long rank 0 waits for the notes of ranks that end later."""

@@ -18,7 +18,7 @@ MOST_LINES = 10
 """The table has this many operations. The others are summed in one line."""
 
 MOST_REASONS = 3
-"""So many exposures are explained."""
+"""At most this many exposures are explained."""
 
 HIDDEN_SHARE = 0.05
 """Communication counts as hidden if this share of the time in fompi is exposed, or less."""
@@ -76,7 +76,7 @@ def short_text(report: Mapping[str, Any]) -> str:
     verdict, advice = _verdict(report)
     late = next((reason for _, reason in worst["waits"][:1] if "rank" in reason), "")
     if advice and late and _total(worst, "messages_alone") < FEW * _total(worst, "exposed"):
-        advice = f"the ranks should come at one time: rank {rank} waited {late}"
+        advice = f"the ranks should come at the same time: rank {rank} waited {late}"
     elif advice and (why := _why(worst)):
         advice = why
     advice = advice or f"nothing: {verdict}"

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Hashable, Mapping
 
 MOST_STEPS = 1024
-"""The times of so many steps are kept, the newest. It bounds the memory."""
+"""The times of this many steps are kept, the newest. It bounds the memory."""
 
 
 class Steps:

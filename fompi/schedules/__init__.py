@@ -6,7 +6,7 @@
   `exchange`.
 - `doubling`: an all-reduce of small tensors in log2(ranks) steps.
 - `hierarchical`: for groups of ranks with fast links inside a group and slow links between groups.
-- `native`: the collectives of the MPI library: `unfused`, `sliced`.
+- `library`: the collectives of the MPI library: `unfused`, `sliced`.
 - `work`: the kernels around the messages, which all schedules share.
 
 This room may import `base`, `plans` and Python's standard library.

@@ -182,9 +182,9 @@ class _Sums:
 
     def __init__(self, local: Scatter):
         self.local, problem = local, local.problem
-        self.inbox = local.work.scratch("inbox", "copies", problem.sent_row, local.wire)
+        self.inbox = local.work.scratch("inbox", "copies", problem.sent_row, local.sent_dtype)
         self.sums = self.inbox
-        if local.wire != problem.accumulator and not problem.order:
+        if local.sent_dtype != problem.accumulator and not problem.order:
             self.sums = local.work.scratch("sums", "own", problem.sent_row, problem.accumulator)
 
     def arrived(self, d: int, part: int) -> Chunk:
@@ -213,7 +213,7 @@ class _Sums:
 
 
 class _SumsInOrder(_Sums):
-    """The same, in the order of a tree over the ranks, or over the subtrees that they have."""
+    """Sum the terms in the order of a tree over the ranks, or over the subtrees that they have."""
 
     def __init__(self, local: Scatter):
         super().__init__(local)
@@ -223,7 +223,7 @@ class _SumsInOrder(_Sums):
         local = self.local
         more = local.problem.terms[(local.rank + d) % local.size][1:]
         row, at = local.problem.sent_row, (d - 1) * local.parts + part
-        others = [local.work.scratch(f"inbox{j}", "copies", row, local.wire)[at] for j in range(1, 1 + len(more))]
+        others = [local.work.scratch(f"inbox{j}", "copies", row, local.sent_dtype)[at] for j in range(1, 1 + len(more))]
         return [self.arrived(d, part), *others]
 
     def add(self, part: int) -> Iterator[Op]:
@@ -237,7 +237,7 @@ class _SumsInOrder(_Sums):
             return local.work.scratch(f"sums{k}", "own", row, dtype)[at]
 
         sizes = [n for mine in local.problem.terms for n in mine]
-        self.trees[part] = InOrder(local, terms, local.wire == dtype, spare, sizes)
+        self.trees[part] = InOrder(local, terms, local.sent_dtype == dtype, spare, sizes)
         yield from self.trees[part].add()
 
     def finish(self, part: int, own: Sequence[Chunk]) -> Iterator[Op]:
@@ -259,13 +259,13 @@ def _reduce_scatter(local: Scatter, more: Sequence[Scatter]) -> Iterator[Op]:
             yield Recv((rank + d) % size, arriving)
     for owner, part in local.order(local.work.dests(-1)):
         for mine in (local, *more):
-            term = yield from mine.term(owner, part, local.wire)
+            term = yield from mine.term(owner, part, local.sent_dtype)
             yield Send(owner, term)
     for part in parts:
         yield from sums.add(part)
     own = []
     for mine in (local, *more):
-        own.append((yield from mine.own_terms(local.wire)))
+        own.append((yield from mine.own_terms(local.sent_dtype)))
     for part in parts:
         yield from sums.finish(part, [terms[part] for terms in own])
 
@@ -278,10 +278,10 @@ def _all_reduce(local: Scatter, more: Sequence[Scatter], part: int) -> Iterator[
             yield Recv((rank + d) % size, arriving)
     for owner in local.work.dests(-1):
         for mine in (local, *more):
-            term = yield from mine.term(owner, part, local.wire)
+            term = yield from mine.term(owner, part, local.sent_dtype)
             yield Send(owner, term)
     for mine in (local, *more):
-        own.append((yield from mine.term(rank, part, local.wire)))
+        own.append((yield from mine.term(rank, part, local.sent_dtype)))
     yield None
     yield from sums.add(part)
     yield from sums.finish(part, own)
@@ -323,7 +323,7 @@ def _broadcast(local: Gather) -> Iterator[Op]:
 def exchange(problem: Problem, work: Workspace) -> Iterator[Op]:
     """All-reduce in one step. Each rank sends its whole term to all others and sums all terms in the order of ranks."""
     local, *more = terms_of(problem, work, early=True)
-    rank, size, y, dtype = work.rank, work.size, work["y"], local.wire
+    rank, size, y, dtype = work.rank, work.size, work["y"], local.sent_dtype
     own = []
     for mine in (local, *more):
         yield from mine.begin()

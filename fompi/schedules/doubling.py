@@ -21,7 +21,7 @@ def doubling(problem: Problem, work: Workspace) -> Iterator[Op]:
     local = Scatter(problem, work, early=True)
     yield from local.begin()
     rank, size, y = work.rank, work.size, work["y"]
-    own = local.partial(local.wire)[:] if local.computed else local.x[:]
+    own = local.partial(local.sent_dtype)[:] if local.computed else local.x[:]
     whole = whole_of(size)
     if size == 1:
         yield Compute("copy", (own,), (y[:],))
@@ -39,10 +39,12 @@ def doubling(problem: Problem, work: Workspace) -> Iterator[Op]:
         return step == 0 and source + whole >= size
 
     peers = [rank ^ 1 << step for step in range(whole.bit_length() - 1)]
-    inboxes = [memory(f"inbox{k}", local.wire if is_term(p, k) else problem.accumulator) for k, p in enumerate(peers)]
+    inboxes = [
+        memory(f"inbox{k}", local.sent_dtype if is_term(p, k) else problem.accumulator) for k, p in enumerate(peers)
+    ]
     before = own
     if rank + whole < size:
-        term, before = memory("term", local.wire), memory("sum", problem.accumulator)
+        term, before = memory("term", local.sent_dtype), memory("sum", problem.accumulator)
         yield Recv(rank + whole, term)
         yield local.combine(own, term, before)
     for step, (peer, inbox) in enumerate(zip(peers, inboxes, strict=True)):

@@ -114,7 +114,7 @@ class _GroupSums:
         return arriving
 
     def tree_of_group(self, groups: _Groups, d: int, part: int) -> Generator[Op | None, None, Chunk]:
-        """The same where the sum is a tree over the ranks: each mate sends its term to the one that adds them."""
+        """`group_sum` as a tree over the ranks: each mate sends its term to the one that adds them."""
         local, mates, me = self.local, groups.ranks, groups.rank % groups.ranks
         for e in groups.mates:
             term = yield from local.term(groups.counterpart(d, groups.mate(e)), part, self.dtype)

@@ -2,8 +2,8 @@
 
 | schedule          | messages                                              | parts per shard |
 |-------------------|-------------------------------------------------------|-----------------|
-| `unfused`         | the kernel, then one native collective                | 1               |
-| `sliced`          | one asynchronous native collective for each slice     | slices          |
+| `unfused`         | the kernel, then one collective of the MPI library    | 1               |
+| `sliced`          | one asynchronous collective of it for each slice      | slices          |
 | `unfused_p2p`     | the kernel, then messages directly to each rank       | slices          |
 | `sliced_p2p`      | the same, for one slice of all shards at a time       | slices          |
 | `direct`          | directly to each rank, between pieces of the kernel   | slices          |
@@ -37,7 +37,7 @@ from fompi.plans.encoded import encoded
 from fompi.plans.meaning import MEANING
 from fompi.plans.plan import PAIRWISE, Collective, Compute, Op, Plan, Program, Programs, Workspace, group_size
 from fompi.plans.problems import Problem
-from fompi.schedules import native
+from fompi.schedules import library
 from fompi.schedules.direct import direct, exchange, sliced_p2p, unfused_p2p
 from fompi.schedules.doubling import doubling
 from fompi.schedules.hierarchical import hierarchical
@@ -46,8 +46,8 @@ from fompi.schedules.ring import bidirectional, ring
 Schedule = Callable[[Problem, Workspace], Iterator[Op]]
 
 SCHEDULES: dict[str, Schedule] = {
-    "unfused": native.sliced,
-    "sliced": native.sliced,
+    "unfused": library.sliced,
+    "sliced": library.sliced,
     "unfused_p2p": unfused_p2p,
     "sliced_p2p": sliced_p2p,
     "direct": direct,
@@ -390,5 +390,5 @@ def default_window(problem: Problem, schedule: str, parts: int) -> int | None:
     if schedule == PAIRWISE:
         return PAIRWISE_WINDOW if parts > 1 else 1
     if schedule == "sliced":
-        return native.window(problem)
+        return library.window(problem)
     return HIERARCHICAL_WINDOW if group_size(schedule) > 1 else None

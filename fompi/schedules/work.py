@@ -57,7 +57,7 @@ class _LocalWork:
     """The beginning of both families: a strided x is packed, and weights of half type are widened once.
 
     `parts` is the number of messages to each rank. Where rows go to experts, a message has several blocks: with s
-    slices and e experts a pair has s e blocks, and each of its s messages has e of them. So few messages carry many
+    slices and e experts a pair has s e blocks, and each of its s messages has e of them. Thus few messages carry many
     runs. `number` is that of one of several terms that the rank has of a sum.
     """
 
@@ -290,7 +290,7 @@ class Scatter(_LocalWork):
         return sorted(pairs, key=lambda pair: pair[1]) if self.by_slices else pairs
 
     @property
-    def wire(self) -> str:
+    def sent_dtype(self) -> str:
         """The dtype of a single term in a message. Products that will be summed are sent unrounded."""
         summed = self.problem.multiplies_first and self.problem.moves != "all_to_all"
         return self.problem.accumulator if summed else self.problem.dtype
@@ -303,7 +303,7 @@ class Scatter(_LocalWork):
         """As in `_LocalWork`. With `early`, compute all terms too."""
         yield from super().begin()
         if self.early:
-            partial = self.partial(self.wire)
+            partial = self.partial(self.sent_dtype)
             yield from self.products(
                 [self.x[b] for b in range(self.x.count)], [partial[b] for b in range(partial.count)]
             )
@@ -381,8 +381,8 @@ class Scatter(_LocalWork):
         run = slice(target.start, target.stop)
         if self.computed or self.by_slices:
             for part in range(self.parts if self.by_slices else 0):
-                yield from self.slice(part, self.wire)
-            yield Compute("copy", (self.partial(self.wire)[run],), (target,))
+                yield from self.slice(part, self.sent_dtype)
+            yield Compute("copy", (self.partial(self.sent_dtype)[run],), (target,))
         elif self.problem.multiplies_first:
             yield from self.multiply(0, [self.x[run]], [target], self.has_bias(run.start))
         else:

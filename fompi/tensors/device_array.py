@@ -102,7 +102,7 @@ class DeviceArray:
         return self._on(self._at[keys if Ellipsis in keys else (*keys, ...)])  # never an element
 
     def reshape(self, *shape: Any) -> Self:
-        """The same elements in another shape. Raises ValueError where NumPy would copy."""
+        """The elements in another shape, without a copy. Raises ValueError where NumPy would copy."""
         at = self._at.view()
         if not at.flags.c_contiguous and at.size:
             raise ValueError("reshape() of a strided device array would copy it")
@@ -120,7 +120,7 @@ class DeviceArray:
         return self._on(np.moveaxis(self._at, 0, dim))
 
     def broadcast_to(self, shape: Sequence[int]) -> Self:
-        """The same elements for each row of `shape`, without a copy."""
+        """The elements, repeated for each row of `shape`, without a copy."""
         return self._on(np.broadcast_to(self._at, tuple(shape)))
 
     def overlaps(self, other: Any) -> bool:

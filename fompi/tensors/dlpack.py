@@ -5,7 +5,7 @@
 
 Tensors of NumPy are read directly. NumPy reads the capsules of PyTorch. All others, JAX included, are read through
 DLPack's capsules. NumPy has no bfloat16 and no 8-bit floats. An array here holds their bits in unsigned integers of the
-same size, and the logical dtype is kept as a string beside the array. A framework is imported only when a tensor of it
+same size, and the logical dtype is kept as a string with the array. A framework is imported only when a tensor of it
 comes in or is requested.
 
 A tensor on a GPU becomes a DeviceArray on the same memory. Its producer must order what it still writes before a stream
@@ -189,7 +189,7 @@ def versioned(tensors: Iterable[Any]) -> list[Any]:
 
 
 def mark_all_written(tensors: Sequence[Any]) -> None:
-    """The same for tensors that `versioned` has returned."""
+    """`mark_written` for tensors that `versioned` has returned."""
     if tensors:
         sys.modules["torch"].autograd.graph.increment_version(tensors)
 

@@ -9,7 +9,7 @@ import torch
 Tensors = tuple[torch.Tensor, ...]
 
 LSE_RUN = 32
-"""On a GPU the log-sum-exps of so many queries lie in one run."""
+"""On a GPU the log-sum-exps of this many queries lie in one run."""
 
 
 def attention_of_torch(dtype: str, is_on_device: bool, is_square: bool) -> Any:
@@ -85,7 +85,7 @@ class AttentionOnHost:
 
 
 class AttentionInFloat32(AttentionOnHost):
-    """The same for half types. They are widened: results of several blocks are merged before they are rounded."""
+    """`AttentionOnHost` for half types, which are widened: results of blocks are merged before they are rounded."""
 
     widens = True
 

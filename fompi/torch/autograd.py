@@ -27,7 +27,7 @@ def differentiable(operation: Operation, arguments: Arguments, comm: Any, call_o
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             kind = type(tensor).__name__
-            call.refuse(f": {kind} beside a torch tensor that requires grad: make all of them torch tensors")
+            call.refuse(f": {kind} together with a torch tensor that requires grad: make all of them torch tensors")
         if tensor.is_inference() and call.keeps:
             call.refuse(
                 ": a tensor was made under torch.inference_mode, so no backward can read it: pass a clone of it"

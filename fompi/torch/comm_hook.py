@@ -68,7 +68,7 @@ def wire(name: str, *, feedback: bool = True) -> Callable[[Any, torch.distribute
     three for half types, too. With `feedback`, what the messages of this rank have lost of a parameter is added to its
     next gradient on this rank (error feedback, Seide et al., Interspeech 2014). All ranks get the same bits. Several
     models may have one hook. The state of the hook is the process group, or None for that of all ranks; a group of
-    another backend than fompi needs MPI beside it. Raises DtypeError for an unknown name. Gradients of other dtypes,
+    another backend than fompi needs MPI besides. Raises DtypeError for an unknown name. Gradients of other dtypes,
     and on a device, are refused in the backward, on all ranks.
     """
     wire_of(name, "float32")

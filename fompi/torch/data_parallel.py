@@ -212,11 +212,11 @@ class DistributedDataParallel(Wrapper):
     the gradients of the ranks are added in a tree (`fompi.plans.tree`).
 
     A parameter that some rank does not use in a backward has a zero gradient there. One that no rank uses keeps
-    `grad=None`. The same parameters need not be used in every step, and nothing must be announced. Gradients of half
+    `grad=None`. The same parameters need not be used in every step, and nobody announces them. Gradients of half
     types are added up in float32, over micro-batches and over the ranks, and rounded once each time.
 
     Outside `no_sync` all ranks must run the same forwards in training mode, and the same backward passes. In each
-    backward they compare the number of the step, of the backward within it and of the forward it goes through, beside
+    backward they compare the number of the step, of the backward within it and of the forward it goes through, besides
     the sums. So ranks that come to differ get a MismatchError that says which rank is where. A step begins with the
     first forward after parameters were written. In evaluation mode, or without gradients, a rank may run more forwards
     than others.
@@ -386,7 +386,7 @@ class DistributedDataParallel(Wrapper):
         return ready
 
     def _begin(self, refusal: Exception | None = None) -> None:
-        """The ranks compare which backward this is, beside its sums."""
+        """The ranks compare which backward this is, at the same time as its sums."""
         self._backward += 1
         words = f"the gradients of backward {self._backward} of step {self._step}"
         words += f", through {max(self._reached, default=self._forward)[-1]}"

@@ -19,7 +19,7 @@ from fompi.torch import private
 from fompi.torch.store import own_connection
 
 _OF_OTHERS: dict[str, tuple[Any, Communicator]] = {}
-"""The communicators beside groups of other backends, by the names of the groups."""
+"""The communicators that stand next to groups of other backends, by the names of the groups."""
 
 
 def communicator(group: Any = None) -> Communicator:

@@ -396,7 +396,7 @@ def _as_returned(result: Any) -> Any:
 
 
 def _rows_first(a: Arguments, rows: Any, comm: Communicator, columns: Any = None) -> torch.Tensor:
-    """A tensor for so many rows. They lie in memory one after the other, whatever `dim` is."""
+    """A tensor for this many rows. They lie in memory one after the other, whatever `dim` is."""
     shape, dim = list(a.x.shape), _at(a)
     del shape[dim]
     if columns is not None:

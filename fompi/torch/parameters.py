@@ -98,7 +98,7 @@ class Wrapper(torch.nn.Module):
             raise StateError(f"this is a copy of a {kind}, which sums no gradients: train {kind}(copy.module, comm)")
 
 
-# --------------------------------------------------------------------------------------------- the doors of a wrapper
+# ---------------------------------------------------------------------------------- what a program calls of a wrapper
 
 
 def copy_from_rank_0(tensors: Iterable[torch.Tensor], comm: Communicator) -> None:

@@ -157,7 +157,7 @@ class _How(NamedTuple):
 
     @property
     def compared(self) -> Hashable:
-        """What a key must hold beside the options."""
+        """What a key must hold besides the options."""
         return self.words, self.arriving and (*self.arriving,), self.counts and (*self.counts,)
 
     def read(self, args: Any, comm: Communicator, **more: Any) -> tuple[Any, Any]:
@@ -170,7 +170,7 @@ class _How(NamedTuple):
 
 
 MOST_FORMS = 256
-"""So many forms of messages are remembered."""
+"""At most this many forms of messages are remembered."""
 
 
 class Collectives:
@@ -652,7 +652,7 @@ class Collectives:
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """A call fails if it makes no progress for so long. If FOMPI_TIMEOUT is set, the shorter time counts."""
+        """A call fails if it makes no progress for this long. If FOMPI_TIMEOUT is set, the shorter time counts."""
         seconds = timeout.total_seconds()
         own = launcher.timeout() if environment.is_set("FOMPI_TIMEOUT") else seconds
         self.comm.channel.timeout = min(seconds, own)
@@ -791,7 +791,7 @@ def create(opts: Any, _: Any = None) -> Any:
         raise LaunchError(
             f"the backend {text!r} needs torch 2.14 or later, but this is {torch.__version__}: before, a backend in "
             'Python has all devices of a group. Use init_process_group("fompi"), or another backend with '
-            'new_group(backend="fompi") beside it'
+            'new_group(backend="fompi") besides'
         )
     ranks, name, seconds = list(opts.global_ranks_in_group), str(opts.group_id), seconds_to_start(opts.timeout)
     if not ranks or len(ranks) == dist.get_world_size():

@@ -31,7 +31,7 @@ from fompi.torch import private
 from fompi.torch.operators import define, name_of, name_order, named, positional, required
 
 MOST_KEPT = 256
-"""So many forwards of one call may wait for their backward. Of more than that the oldest are forgotten."""
+"""At most this many forwards of one call may wait for their backward. Of more than that the oldest are forgotten."""
 
 
 def _grouped(operation: Operation[Any]) -> Differentiable:
@@ -154,7 +154,7 @@ def _attended(g: dict[str, Any]) -> list[Any]:
 
 
 def _new_rows(like: torch.Tensor, given: dict[str, Any], last: Any) -> torch.Tensor:
-    """A tensor for rows that arrive: so many as only the other ranks know."""
+    """A tensor for rows that arrive. Only the other ranks know how many."""
     shape, dim = list(like.shape), given["dim"] % like.dim() if "dim" in given else 0
     del shape[dim]
     return like.new_empty((torch.library.get_ctx().new_dynamic_size(), *shape[:-1], last)).movedim(0, dim)

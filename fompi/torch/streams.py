@@ -5,8 +5,8 @@
     the side stream                  └───────────────────────────▶ finish, end
 
 A call may end in the helper thread, whose current stream is not that of the program. So whatever is left to do then,
-copies to the tensors of the program, is enqueued in a stream beside both. Who waits for the call lets its own current
-stream wait for the end, and does not stop. All memory of the call is kept until the GPU has reached the end.
+copies to the tensors of the program, is enqueued in a third stream. A thread that waits for the call lets its own
+current stream wait for the end, and does not stop. All memory of the call is kept until the GPU has reached the end.
 
 On the host a call that has ended is done: `HOST`.
 """

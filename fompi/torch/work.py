@@ -47,10 +47,10 @@ so with the sum of one number.
 """
 
 MOST_HELD = 1024
-"""So many ended works are held for programs that do not wait. What ended first is dropped."""
+"""At most this many ended works are held for programs that do not wait. What ended first is dropped."""
 
 SMALL = 64
-"""A work on tensors of at most so many numbers may be held for nothing: it does not take much memory."""
+"""A work on tensors of at most this many numbers may be held for nothing: it does not take much memory."""
 
 _WAITED: deque[Work | Landed] = deque(maxlen=16)
 """The last small works that were waited for: after its wait, C++ asks for the future of such a work."""

@@ -127,7 +127,7 @@ class ZeroDataParallel(Wrapper):
     def optimizer_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """name -> what the optimizer keeps for the parameter: whole, for any number of ranks. Collective.
 
-        Save it beside `module.state_dict()`, or beside `nn.full_state_dict(module)`: parts of parameters become whole
+        Save it with `module.state_dict()`, or with `nn.full_state_dict(module)`: parts of parameters become whole
         ones here, too. Values are those of `DataParallel.state_dict`. With feedback, what was lost is among them.
         """
         self.refuse_copy()

@@ -192,7 +192,7 @@ class Trace:
         return "\n".join(lines)
 
     def shifted(self, clock: Callable[[float], float]) -> Trace:
-        """The same events on another clock: an event at time t is at `clock(t)` there (see `fompi.traces.clocks`)."""
+        """This trace on another clock: an event at time t is at `clock(t)` there (see `fompi.traces.clocks`)."""
         return replace(self, events=tuple(e._replace(start=clock(e.start), end=clock(e.end)) for e in self.events))
 
     def chrome(self) -> dict[str, object]:

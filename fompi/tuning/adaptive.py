@@ -135,7 +135,7 @@ def _bind_explanation(
 
 
 class _Binding:
-    """An explanation, and everything that an executor needs beside a plan."""
+    """An explanation, and everything that an executor needs besides a plan."""
 
     def __init__(self, explanation: Explanation, comm: Communicator, given: dict[str, Any], same_bits: bool):
         self.explanation, self.comm, self.given, self.same_bits = explanation, comm, given, same_bits

@@ -53,7 +53,7 @@ ROUNDS = 5
 """How often each candidate is timed, after one call to warm up."""
 
 MOST_CANDIDATES = 5
-"""How many candidates are measured, beside those without overlap."""
+"""How many candidates are measured, besides those without overlap."""
 
 
 def measured_schedule(

@@ -27,7 +27,7 @@ from fompi.ops.messages import sendrecv
 from fompi.tuning.rounds import meet, of_all_ranks
 
 REPEATED, ROUNDS = 50, 7
-"""So many small kernels are timed together, so often. The median counts."""
+"""This many small kernels are timed together, in this many rounds. The median counts."""
 
 PAUSE_SECONDS = 1e-5
 """Between two polls for a message."""

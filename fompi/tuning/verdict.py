@@ -24,10 +24,10 @@ OTHERS_SHARE, MOST_OTHERS_SHARE = 0.1, 0.4
 """Above the first share of the cores, others disturb a measurement. Above the second, its figures cannot be used."""
 
 KERNELS_FACTOR, MOST_KERNELS_FACTOR = 1.15, 1.5
-"""The same for kernels that are measured again at the end: they take this many times as long, or as short."""
+"""These two limits for kernels that are measured again at the end: how many times as long, or as short, they take."""
 
 LINKS_FACTOR, MOST_LINKS_FACTOR = 1.3, 2.5
-"""The same for messages."""
+"""These two limits for messages that are measured again."""
 
 POSSIBLE = {
     "latency": (1e-8, 1.0), "bandwidth": (1e4, 1e13), "flops_rate": (1e8, 1e15), "memory_rate": (1e7, 1e14),

@@ -64,7 +64,7 @@ class StandIn:
             self.__dict__[name] = value
 
     def call(self, *ops, dones=None, nbytes=(64,), spins=0, is_long=False, is_placed=True):
-        """A call of ops, each a dict of fields. Op i frees `dones[i]` at its end. Buffers have so many `nbytes`."""
+        """A call of ops, each a dict of fields. Op i frees `dones[i]` at its end. Buffers have these `nbytes`."""
         table = np.zeros(len(ops), OP)
         for op, fields in zip(table, ops, strict=True):
             op["divisor"] = 1

@@ -136,7 +136,10 @@ def test_the_largest_exposures_have_reasons():
     ("fields", "advice"),
     [
         ({"exposed": 0.004}, "nothing: communication is hidden: 2% of the time in fompi is exposed"),
-        ({"messages_alone": 0.01}, "the ranks should come at one time: rank 0 waited 80.000 ms for x[1] from rank 1"),
+        (
+            {"messages_alone": 0.01},
+            "the ranks should come at the same time: rank 0 waited 80.000 ms for x[1] from rank 1",
+        ),
         (
             {"not_overlapped": "work between start() and wait() hides it", "waits": []},
             "work between start() and wait() hides it",

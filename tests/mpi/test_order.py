@@ -1,4 +1,4 @@
-"""`order="ranks"`: the bits of one tree over the ranks, from all doors."""
+"""`order="ranks"`: the bits of one tree over the ranks, from all interfaces."""
 
 from __future__ import annotations
 

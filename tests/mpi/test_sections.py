@@ -26,7 +26,7 @@ from fompi.parallel.tensor import (
 )
 
 SOON = 3.0
-"""All ranks have their error within so many seconds; FOMPI_TIMEOUT is 20."""
+"""All ranks have their error within this many seconds; FOMPI_TIMEOUT is 20."""
 
 
 def forth_and_back(f, *args, **options):

@@ -380,7 +380,7 @@ def test_arrays_beside_tensors_that_require_grad_are_refused(tp):
         w = random_tensor(tp, 4, 3).requires_grad_(mine)
         return fompi.all_gather_matmul(random_tensor(tp, 2, 4).numpy() if mine else random_tensor(tp, 2, 4), w, comm=tp)
 
-    assert "ndarray beside a torch tensor that requires grad" in refused(tp, tp.size - 1, call)
+    assert "ndarray together with a torch tensor that requires grad" in refused(tp, tp.size - 1, call)
 
 
 def test_a_gradient_on_one_rank_only(tp):

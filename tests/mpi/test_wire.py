@@ -1,4 +1,4 @@
-"""Messages that carry fewer bits, through the public doors: errors within the bound, the same bits on all ranks."""
+"""Messages that carry fewer bits, through the public interfaces: errors within the bound, equal bits on all ranks."""
 
 from __future__ import annotations
 

@@ -193,6 +193,34 @@ def test_every_door_is_filled_and_listed():
     ] == []
 
 
+def files_of(room):
+    """The modules of a room, its files of C and its folders. `bench` has a file for each suite, and is not listed."""
+    paths = [path for path in (HOUSE / room).iterdir() if not path.name.startswith("__")]
+    modules = {path.stem for path in paths if path.suffix == ".py"}
+    return modules | {path.name for path in paths if path.suffix == ".c" or path.is_dir()}
+
+
+def listed_files():
+    """room -> the files that the design lists: a line is names, two spaces, what the room is for."""
+    page = (HOUSE.parent / "docs" / "inside" / "design.md").read_text()
+    found, room = {}, ""
+    for line in page.partition("\nfompi/\n")[2].partition("```")[0].splitlines():
+        if start := re.match(r"  (\w+)/ ", line):
+            room = start[1]
+        if line.startswith("  "):  # not the line between the pure rooms and the others
+            names = re.split(r"\s{2,}", line.removeprefix(f"  {room}/").strip())[0]
+            found.setdefault(room, []).extend(re.findall(r"[\w.]+", names))
+    return found
+
+
+LISTED = [room for room in ROOMS if not room.startswith("__") and room != "bench"]
+
+
+@pytest.mark.parametrize("room", LISTED, ids="fompi.{}".format)
+def test_the_design_lists_the_files_of_a_room(room):
+    assert sorted(listed_files()[room]) == sorted(files_of(room))
+
+
 @pytest.mark.parametrize("path", [path for path in files() if path.parent != HOUSE], ids=module_of)
 def test_modules_named_by_strings_follow_the_arrows(path):
     """What is heavy is imported by its name, late. It is in the same room."""

@@ -1,4 +1,4 @@
-"""The names of the front door: `dir(fompi)` shows what is public, and nothing is a function and a module at once."""
+"""The public names: `dir(fompi)` shows them, and nothing is a function and a module at once."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class Case(NamedTuple):
         return ceil(self.columns / BROAD)
 
     def computed(self, machine, tiles):
-        """When so many tiles are computed: a wave takes as long as its slowest tile."""
+        """When this many tiles are computed: a wave takes as long as its slowest tile."""
         return machine.overhead + ceil(tiles / PROCESSORS) * 2 * machine.wave * self.depth / machine.flops_rate
 
     def message(self, machine, rows):

@@ -188,7 +188,7 @@ class OnDevice:
         return self._enqueuer(kernel, self.device.call(function, kernel, reads, writes))
 
     def by_caller(self) -> ByCaller:
-        """The same backend, where kernels of the user run in the program's thread and enqueue in its current stream."""
+        """This backend, where kernels of the user run in the program's thread and enqueue in its current stream."""
         return ByCaller(self)
 
     def launch_once(self, function: Callable[..., object], kernel: str, reads: Arrays, writes: Arrays) -> None:

@@ -158,7 +158,7 @@ class Computing(NDArrayOperatorsMixin):
         return self._on(self._at.transpose(*axes))
 
     def reshape(self, *shape: Any) -> Any:
-        """The same elements in another shape: a view if the array is contiguous, else a copy."""
+        """The elements in another shape: a view if the array is contiguous, else a copy."""
         source = self if self._at.flags.c_contiguous or not self._at.size else self.copy()
         return self._on(source._at.reshape(*shape)) if source is self else source.reshape(*shape)
 

@@ -81,7 +81,7 @@ class Device(Protocol):
 
     name: str
     key: str
-    """The same text on all ranks that have this kind of device: part of the key of a plan."""
+    """Part of the key of a plan: one text on all ranks that have this kind of device."""
     most_nbytes: int
     """The most memory that fompi has used at a time: its high-water mark."""
     backend: Any
@@ -128,7 +128,7 @@ class Device(Protocol):
         ...
 
     def pinned(self, shape: Sequence[int], dtype: Any) -> Array:
-        """New page-locked host memory: only such memory is copied beside kernels."""
+        """New page-locked host memory: only such memory is copied while kernels run."""
         ...
 
     def kernel(self, name: str, reads: Arrays, writes: Arrays, read_dtypes: Dtypes, write_dtypes: Dtypes) -> Enqueue:

@@ -17,7 +17,7 @@
 | `scatter_add(x, index) -> y`           | y[index[i]] += x[i], in any order; y is float32, or float64 as x          |
 | `rmsnorm(x, weight, index) -> y`       | y = gather(x, index) / sqrt(mean of its squares in a row + eps) * weight  |
 
-Beside them, `encode_W`, `decode_W` and `decode_add_W` of each wire W (`fompi.plans.kernels`), on contiguous blocks.
+Besides them, `encode_W`, `decode_W` and `decode_add_W` of each wire W (`fompi.plans.kernels`), on contiguous blocks.
 
 `gather` and `rmsnorm` also read pieces, and `scatter` writes them: if x has the shape (pieces, high, broad), y is the
 matrix that has piece number index[p] where its p-th piece of high x broad elements is, row by row. Pieces at the edge
@@ -185,7 +185,7 @@ def _elementwise(
 
 
 COMBINES = ("add", "max", "min", "prod")
-"""The kernels of two operands that combine two terms of a reduction, beside the mean."""
+"""The kernels of two operands that combine two terms of a reduction, other than the mean."""
 
 
 def _type(kind: str, dtype: str) -> str:
@@ -219,7 +219,7 @@ def _moved(c: DeviceArray, a: DeviceArray) -> list[Launch]:
 
 
 def _joined(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """The same elements in fewer dimensions: those of size 1 go, and those that lie together in all operands join."""
+    """Shape and strides in fewer dimensions: those of size 1 go, and those that lie together in all operands join."""
     dims: list[tuple[int, list[int]]] = []
     for d, size in enumerate(shape):
         here = [s[d] for s in strides]

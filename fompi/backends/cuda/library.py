@@ -31,7 +31,7 @@ CAPABILITY_MAJOR, CAPABILITY_MINOR, SHARED_NBYTES = 75, 76, 97
 """Attributes of a device: its compute capability, and the most shared memory of a block."""
 
 MOST_DYNAMIC_SHARED = 8
-"""The attribute of a function that allows so much shared memory."""
+"""The attribute of a function: how much shared memory it may use."""
 
 LOADED_SIZE = 16
 """The rows and columns of the product with which cuBLAS loads its kernels."""
@@ -197,7 +197,7 @@ class DeviceLibraries:
         return find_spec("triton") is not None
 
     def announced(self, form: KernelForm, tiles: int, args: Sequence[Any]) -> Enqueue:
-        """The kernel of `fompi.backends.cuda.counters` on so many tiles. It is compiled when it is needed first."""
+        """The kernel of `fompi.backends.cuda.counters` on this many tiles. It is compiled when it is needed first."""
         if form not in self._announcers:
             self._announcers[form] = self._announcer(form)
         function, shared, scratch = self._announcers[form]

@@ -38,7 +38,7 @@ class HostMark:
 
 
 MOST_CONSTANTS = 256
-"""So many arrays of the host stay on the device: masks of tiles, and which head reads which."""
+"""At most this many arrays of the host stay on the device: masks of tiles, and which head reads which."""
 
 
 class Marked:

@@ -25,7 +25,7 @@ SPINS = 50
 """After this many polls without a result, a wait sleeps between polls. Other ranks may need the core."""
 
 NAP_SECONDS = 2e-5
-"""How long it sleeps. A nap is short beside the latency of a message."""
+"""How long it sleeps. A nap is short compared with the latency of a message."""
 
 
 class Requests:

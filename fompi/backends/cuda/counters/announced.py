@@ -33,7 +33,7 @@ from fompi.plans.kernels import find
 
 GROUP_POINTERS = ("tiles", "w", "need", "count", "flag")
 GROUP_NUMBERS = ("epoch", "columns", "depth", "x_row", "w_row", "y_row")
-"""The parameters of the kernel: addresses, and 32-bit integers. Rows are so many elements apart."""
+"""The parameters of the kernel: addresses, and 32-bit integers. Rows are this many elements apart."""
 
 DTYPES = ("float32", "float16", "bfloat16")
 MOST_COUNT = (1 << 31) - 1

@@ -26,7 +26,7 @@ MOST_EPOCHS = 2**31 - 1
 """Epochs are 32-bit integers. The one after the last is 1: all flags hold the last one then."""
 
 MOST_BEHIND = 1 << 16
-"""A flag may hold the epoch of a call that is at most so many calls old."""
+"""A flag may hold the epoch of a call that is at most this many calls old."""
 
 
 class RowRun(NamedTuple):

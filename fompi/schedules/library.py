@@ -56,7 +56,7 @@ def _all_to_all(local: Scatter) -> Iterator[Op]:
 
 
 def _reduce(local: Scatter) -> Iterator[Op]:
-    """A native reduce-scatter reads one run of rows. So the terms are stored part by part, not owner by owner."""
+    """The reduce-scatter of MPI reads one run of rows. So the terms are stored part by part, not owner by owner."""
     yield from local.begin()
     problem, size = local.problem, local.size
     for part in range(local.parts):
