@@ -16,7 +16,8 @@ from fompi.base.wires import WIRES
 from fompi.model.pipeline import placement_of, predicted
 from fompi.model.twin import twin
 from fompi.parallel.orders import SCHEDULES, alive, order, times
-from fompi.parallel.pipeline_plan import KERNELS, SPARE, evaluation, plan
+from fompi.parallel.pipeline_plan import KERNELS, evaluation, plan
+from fompi.parallel.stages import SPARE
 from fompi.plans.plan import Chunk, Compute, Send, UserKernel, parse, programs_from_json
 
 SHAPE = (3, 2)
@@ -161,7 +162,7 @@ def test_every_dtype(dtype):
         ({"activations": 5}, ShapeError, "must be shapes"),
         ({"activations": (1 << 40, 1 << 40)}, ShapeError, "too large"),
         ({"dtype": "float99"}, DtypeError, "float99"),
-        ({"seconds": {"Q": 1}}, PlanError, "the actions are F, B, I, W and OVERLAP_F_B"),
+        ({"seconds": {"Q": 1}}, PlanError, "must map F, B, I, W, OVERLAP_F_B to"),
         ({"seconds": {"F": -1}}, PlanError, "must be a number"),
         ({"seconds": {"F": [1, 2]}}, PlanError, "one for each of the 3 stages"),
     ],
