@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 from fompi.backends.emulated import Emulated
-from fompi.bench.accelerator import INSTANT, PILOT_ROUNDS, emulated_row
+from fompi.bench.accelerator import INSTANT, PILOT_ROUNDS, Accelerator, emulated_row
 from fompi.bench.cluster import TcpHosts
 from fompi.engine.communicator import Communicator
+from fompi.engine.mesh import Mesh
 from fompi.model.pipeline import predicted
 from fompi.model.simulate import simulate
+from fompi.parallel.data import DataParallel
+from fompi.parallel.pipeline import Pipeline
 from fompi.parallel.step_plan import KERNELS, plan
 from fompi.parallel.step_problem import LayerForm
+from fompi.plans.plan import Plan
 from fompi.runtime.binding import bind
-from fompi.tuning.rounds import Figure, Row, alternate
+from fompi.runtime.executor import Executor
+from fompi.tuning.rounds import Figure, Row, alternate, ratio
 
 Array = np.ndarray[Any, Any]
 
 MICROBATCHES, LAYERS, PARAMETERS, SHAPE = 4, 4, 200_000, (256, 512)
 SECONDS = {"F": 0.030, "B": 0.060, "U": 0.002}
 ONE_PLAN, OTHER, MOST_BEYOND, MOST_FROM_SIMULATION = "one plan, 1f1b", "one plan, gpipe", 0.03, 1.04
+TWO_AXES, COMPOSED = "one plan, dp x pp", "Pipeline + DataParallel, dp x pp"
+STEPS = 2
+"""Steps of a call on dp x pp: the gathers of one step may hide in the next one."""
 
 
 def mesh_of(size: int) -> dict[str, int]:
@@ -38,29 +48,28 @@ def whole_step(comm: Communicator, cluster: TcpHosts, rounds: int) -> Row:
 
     Bound: the kernels, the bubble of 1F1B with its messages, the first gather of a stage, and the last sum of one. The
     messages of tp hide behind the kernels. The simulation has the latency and the bandwidth of the links, measured.
+    On dp x pp alone the plan is compared with `Pipeline` and `DataParallel`, on kernels that take the same seconds.
     """
     mesh, mpi = mesh_of(comm.size), comm.link.comm
-    how = {
-        "microbatches": MICROBATCHES,
-        "layers": [LayerForm(PARAMETERS, "attention"), LayerForm(PARAMETERS)] * (LAYERS // 2),
-        "shape": SHAPE,
-        "seconds": SECONDS,
-    }
-    made, other = (plan(schedule, mesh=mesh, **how) for schedule in ("1f1b", "gpipe"))  # type: ignore[arg-type]
-    d, _, _ = made.problem.place(comm.rank)
-    own: dict[str, Any] = {
-        f"p{n}": np.zeros(made.problem.shares(n)[d], np.float32) for n in made.problem.held(comm.rank)
-    }
-    kernels, device = dict.fromkeys(KERNELS, _zeros), Emulated(INSTANT)
-    steps = [bind(each, comm=comm, kernels=kernels, backend=device, **own) for each in (made, other)]
-    samples = alternate(mpi, dict(zip((ONE_PLAN, OTHER), steps, strict=True)), rounds, idle=cluster.idle)
-    for step in steps:
-        step.close()
+    two_axes = {"pp": comm.size // mesh["dp"], "dp": mesh["dp"]}
+    made = _plan("1f1b", mesh)
+    with ExitStack() as until:
+        one, other, two = (
+            until.enter_context(_bound(comm, each)) for each in (made, _plan("gpipe", mesh), _plan("1f1b", two_axes))
+        )
+        composed = until.enter_context(_composed(comm, two_axes))
+        calls: dict[str, Callable[[], object]] = {ONE_PLAN: one, OTHER: other, TWO_AXES: partial(_repeat, two)}
+        calls[COMPOSED] = composed
+        samples = alternate(mpi, calls, rounds, idle=cluster.idle)
+    samples |= {name: [seconds / STEPS for seconds in samples[name]] for name in (TWO_AXES, COMPOSED)}
     layers = LAYERS // mesh["pp"]
     stage = {"F": layers * SECONDS["F"], "B": layers * SECONDS["B"], "I": 0.0, "W": 0.0}
     kernel_seconds = predicted("1f1b", mesh["pp"], MICROBATCHES, 1, stage) + layers * SECONDS["U"]
     limits = {"kernels and bubble": kernel_seconds}
-    figures = [Figure("gpipe / 1f1b", median(samples[OTHER]) / median(samples[ONE_PLAN]))]
+    figures = [
+        Figure("gpipe / 1f1b", median(samples[OTHER]) / median(samples[ONE_PLAN])),
+        ratio(f"{COMPOSED} / one plan", samples[COMPOSED], samples[TWO_AXES]),
+    ]
     if not cluster.shared:
         part, rows = 4 * PARAMETERS // max(mesh["dp"], 1), 4 * SHAPE[0] * SHAPE[1]
         sizes = {"small": 64, "part": part, "rows": rows}
@@ -79,6 +88,81 @@ def whole_step(comm: Communicator, cluster: TcpHosts, rounds: int) -> Row:
     name = " x ".join(f"{axis} {n}" for axis, n in mesh.items() if n > 1)
     what = f"a step as one plan, {name}"
     return emulated_row(comm, cluster, what, samples, base=ONE_PLAN, limits=limits, figures=figures)
+
+
+def _plan(schedule: str, mesh: dict[str, int]) -> Plan:
+    layers = [LayerForm(PARAMETERS, "attention"), LayerForm(PARAMETERS)] * (LAYERS // 2)
+    return plan(schedule, mesh=mesh, microbatches=MICROBATCHES, layers=layers, shape=SHAPE, seconds=SECONDS)
+
+
+def _bound(comm: Communicator, made: Plan) -> Executor:
+    d, _, _ = made.problem.place(comm.rank)
+    own: dict[str, Any] = {
+        f"p{n}": np.zeros(made.problem.shares(n)[d], np.float32) for n in made.problem.held(comm.rank)
+    }
+    return bind(made, comm=comm, kernels=dict.fromkeys(KERNELS, _zeros), backend=Emulated(INSTANT), **own)
+
+
+def _repeat(step: Callable[[], object]) -> None:
+    for _ in range(STEPS):
+        step()
+
+
+@contextmanager
+def _composed(comm: Communicator, axes: dict[str, int]) -> Iterator[Callable[[], None]]:
+    """STEPS steps by `Pipeline` and `DataParallel` with zero=1. Layers are buckets."""
+    inputs, device = [np.zeros(SHAPE, np.float32)] * MICROBATCHES, Accelerator([])
+    device.use(1.0)  # what it spends is seconds
+    with Mesh(comm, pp=axes["pp"], dp=axes["dp"]) as mesh:
+        params = {f"w{n}": np.zeros(PARAMETERS, np.float32) for n in range(LAYERS // axes["pp"])}
+        how: dict[str, Any] = {"microbatches": MICROBATCHES, "bucket_nbytes": 4 * PARAMETERS}
+        with DataParallel(params, optimizer=_Update(device), comm=mesh["dp"], zero=1, **how) as dp:
+            stage = _Stage(device, dp, params)
+            how = {"microbatches": MICROBATCHES, "activations": SHAPE, "loss": lambda y, target: (0.0, y)}
+            with Pipeline([stage], comm=mesh["pp"], **how) as pipe:
+
+                def step() -> None:
+                    pipe.step(inputs, inputs)
+                    dp.step()
+
+                def steps() -> None:
+                    _repeat(step)
+                    for name in params:
+                        _ = dp[name]
+
+                yield steps
+
+
+class _Update:
+    """An optimizer that only takes time."""
+
+    def __init__(self, device: Accelerator):
+        self.device = device
+
+    def state(self, p: Array) -> dict[str, Any]:
+        return {}
+
+    def update(self, p: Array, g: Array, state: dict[str, Any]) -> None:
+        self.device.spend(SECONDS["U"])
+
+
+class _Stage:
+    """Layers whose kernels only take time. `dp` has their parameters."""
+
+    def __init__(self, device: Accelerator, dp: DataParallel, gradients: dict[str, Array]):
+        self.device, self.dp, self.gradients, self.array = device, dp, gradients, np.zeros(SHAPE, np.float32)
+
+    def forward(self, x: Array) -> tuple[Array, None]:
+        for name in self.gradients:
+            _ = self.dp[name]
+            self.device.spend(SECONDS["F"])
+        return self.array, None
+
+    def backward(self, saved: None, dy: Array) -> Array:
+        for name in reversed(self.gradients):
+            self.device.spend(SECONDS["B"])
+            self.dp.ready(name, self.gradients[name])
+        return self.array
 
 
 def _zeros(args: Any, reads: Any, writes: Sequence[Array]) -> None:
