@@ -18,21 +18,18 @@ from typing import Any
 
 import numpy as np
 
-from fompi.base.errors import DtypeError, PlanError, ShapeError, StateError
+from fompi.base.errors import DtypeError, PlanError, ShapeError
 from fompi.base.layout import offsets
-from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.ops.operations import all_gather
 from fompi.parallel.arrays import Array
 from fompi.parallel.optimizers import State, state_of, update
 from fompi.parallel.orders import Step
-from fompi.parallel.section import confirmed
+from fompi.parallel.planned import PlannedStep
 from fompi.parallel.step_layers import Gradients, form_of
 from fompi.parallel.step_plan import KERNELS, plan
 from fompi.parallel.step_problem import KINDS, LayerForm, StepProblem
 from fompi.plans.plan import Plan
-from fompi.runtime.binding import bind
-from fompi.traces.trace import Trace
 
 Args = tuple[int, ...]
 
@@ -44,7 +41,7 @@ def _write(out: Array, value: Array, what: str) -> None:
     out[...] = value
 
 
-class TrainingStep:
+class TrainingStep(PlannedStep):
     """losses = loss of all layers; parameters -= the update of the sum of their gradients over all micro-batches
 
     `mesh` are the sizes of the axes dp, tp and pp, whose product is that of `comm`: tp innermost, pp outermost. The
@@ -60,6 +57,8 @@ class TrainingStep:
     Collective. Raises PlanError, LayoutError, ShapeError or MismatchError on all ranks if the arguments do not fit.
     """
 
+    _kind = "training step"
+
     def __init__(
         self,
         make: Callable[[int], Any],
@@ -72,8 +71,8 @@ class TrainingStep:
         schedule: str | Sequence[Sequence[Step | str]] = "1f1b",
         **form: Any,
     ):
-        self.comm = Communicator.of(comm)
-        self.loss, self.optimizer, self.closed = loss, optimizer, False
+        super().__init__(comm)
+        self.loss, self.optimizer = loss, optimizer
         self.layers: dict[int, Any] = {}
         refusal: Exception | None = None
         known, kinds = np.zeros((layers, 4), np.int64), [*KINDS]  # of each layer here: what its form says
@@ -104,7 +103,7 @@ class TrainingStep:
         self.states = {n: [state_of(optimizer, shard[at], dtype) for at in own[n]] for n, shard in self.shards.items()}
         """What the optimizer keeps for the part of each parameter of each layer. A step writes it."""
         self._before: dict[int, tuple[Array, list[State]]] = {}  # of layers that this step has updated
-        self._is_undone, self._steps = False, 0
+        self._is_undone = False
         self._rows = offsets(self.problem.halves)
         self._forget()
         kernels = {name: getattr(self, f"_{name}") for name in KERNELS}
@@ -115,7 +114,7 @@ class TrainingStep:
         }
         self.gather()
         given: dict[str, Any] = {f"p{number}": shard for number, shard in self.shards.items()} | self._others
-        self.executor = bind(self.plan, comm=self.comm, kernels=kernels, **given)
+        self.executor = self._bind(self.plan, kernels, **given)
 
     def gathered(self) -> dict[int, list[Array]]:
         """The parameters of the layers of this rank, whole, as they are after the last step. Collective."""
@@ -158,15 +157,13 @@ class TrainingStep:
         """One step. `inputs` are those of the micro-batches of this rank of dp, on the ranks of the first stage: the
         rows of this rank. `targets` belong to the same rows, on the ranks of the last stage. Returns the losses there.
         """
-        if self.closed:
-            raise StateError("the training step is closed")
+        self._begin()
         if self._is_undone:
             self.gather()  # others may have what was undone
         self._forget()
-        self._inputs, self._targets, self._steps, self._is_undone = inputs, targets, self._steps + 1, True
+        self._inputs, self._targets, self._is_undone = inputs, targets, True
         try:
-            work = f"training step {self._steps}"
-            with confirmed(self.comm, work, self.executor), self.comm.joint("a training step"):
+            with self._step(self.executor):
                 self.executor()
         except BaseException:
             for number, (shard, states) in self._before.items():
@@ -241,8 +238,10 @@ class TrainingStep:
                     into[...] = into + term if has_terms else term
             first = last
 
-    def _parts(self, number: int) -> int:
-        return len(self.problem.shares(number))
+    def _given(self, number: int, rest: Sequence[Array]) -> tuple[list[Array], bool]:
+        """The parameters of a layer, whose parts come first in `rest`, and whether sums of gradients follow there."""
+        parts = len(self.problem.shares(number))
+        return self._weights(number, rest[:parts]), len(rest) > parts
 
     # -- the kernels of the plan: the first and the last layer
     def _input(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
@@ -272,41 +271,46 @@ class TrainingStep:
 
     def _loss_backward(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
         last, (_, _, *rest) = len(self.problem.layers) - 1, reads
-        parts = self._parts(last)
-        gradients = self.layers[last].backward(self._weights(last, rest[:parts]), self._saved.pop(("loss", *args)))
-        self._add(last, gradients, writes, len(rest) > parts)
+        weights, has_terms = self._given(last, rest)
+        self._add(last, self.layers[last].backward(weights, self._saved.pop(("loss", *args))), writes, has_terms)
 
     def _embed_backward(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
         dx, _, *rest = reads
-        parts = self._parts(0)
-        weights = self._weights(0, rest[:parts])
-        self._add(0, self.layers[0].backward(weights, self._saved.pop(("embed", *args)), dx), writes, len(rest) > parts)
+        weights, has_terms = self._given(0, rest)
+        self._add(0, self.layers[0].backward(weights, self._saved.pop(("embed", *args)), dx), writes, has_terms)
 
     def _input_backward(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
         batch, _, h = args
         i = batch - self.d * self.problem.microbatches
         self._gradients[i][self._rows[h] : self._rows[h + 1]] = reads[0]
 
-    # -- layers of single rows
-    def _forward(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
+    # -- layers in the middle
+    def _put(self, args: Args, name: str, out: Array, term: Array, around: Array) -> None:
+        """Write the term of this rank for some rows. Their owner adds what goes around the layer, once."""
         number, _, place, _ = args
+        _write(out, term, f"layer {number}.{name}")
+        if self.layers[number].residual and place == self.t:
+            out[...] += around
+
+    def _pull(self, args: Args, name: str, given: Sequence[Any], rest: Sequence[Array], sums: Sequence[Array]) -> Any:
+        """The gradient that a function of a layer returns. Those of the weights are added to the sums.
+
+        `rest` are the parts of the parameters, and then the sums so far.
+        """
+        weights, has_terms = self._given(args[0], rest)
+        found, gradients = getattr(self.layers[args[0]], name)(weights, *given)
+        self._add(args[0], gradients, sums, has_terms)
+        return found
+
+    def _forward(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
         x, *parts = reads
-        layer = self.layers[number]
-        y, self._saved[args] = layer.forward(self._weights(number, parts), x)
-        _write(writes[0], y, f"layer {number}.forward")
-        if layer.residual and place == self.t:  # the owner of the rows adds them once
-            writes[0][...] += x
+        y, self._saved[args] = self.layers[args[0]].forward(self._weights(args[0], parts), x)
+        self._put(args, "forward", writes[0], y, x)
 
     def _backward(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        number, _, place, _ = args
         dy, _, _, *rest = reads
-        layer, parts = self.layers[number], self._parts(number)
-        weights = self._weights(number, rest[:parts])
-        dx, gradients = layer.backward(weights, self._saved.pop(args), dy)
-        _write(writes[0], dx, f"layer {number}.backward")
-        if layer.residual and place == self.t:
-            writes[0][...] += dy
-        self._add(number, gradients, writes[1:], len(rest) > parts)
+        dx = self._pull(args, "backward", (self._saved.pop(args), dy), rest, writes[1:])
+        self._put(args, "backward", writes[0], dx, dy)
 
     # -- attention: what stays on this rank is in `_local`
     def _places(self, number: int, batch: int) -> list[Args]:
@@ -325,18 +329,14 @@ class TrainingStep:
 
     def _output(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
         x, _, *parts = reads
-        layer, o = self.layers[args[0]], self._local.pop(("o", *args))
-        y, self._saved["output", *args] = layer.output(self._weights(args[0], parts), o)
-        _write(writes[0], y, f"layer {args[0]}.output")
-        if layer.residual and args[2] == self.t:
-            writes[0][...] += x
+        weights, o = self._weights(args[0], parts), self._local.pop(("o", *args))
+        y, self._saved["output", *args] = self.layers[args[0]].output(weights, o)
+        self._put(args, "output", writes[0], y, x)
 
     def _output_backward(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
         dy, _, *rest = reads
-        parts, saved = self._parts(args[0]), self._saved.pop(("output", *args))
-        weights = self._weights(args[0], rest[:parts])
-        self._local["do", *args], gradients = self.layers[args[0]].output_backward(weights, saved, dy)
-        self._add(args[0], gradients, writes[1:], len(rest) > parts)
+        given = self._saved.pop(("output", *args)), dy
+        self._local["do", *args] = self._pull(args, "output_backward", given, rest, writes[1:])
 
     def _attention_backward(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
         places = self._places(*args)
@@ -346,13 +346,9 @@ class TrainingStep:
 
     def _qkv_backward(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
         dy, _, _, _, *rest = reads
-        layer, parts = self.layers[args[0]], self._parts(args[0])
-        saved, dqkv = self._saved.pop(("qkv", *args)), self._local.pop(("dqkv", *args))
-        dx, gradients = layer.qkv_backward(self._weights(args[0], rest[:parts]), saved, dqkv)
-        _write(writes[0], dx, f"layer {args[0]}.qkv_backward")
-        if layer.residual and args[2] == self.t:
-            writes[0][...] += dy
-        self._add(args[0], gradients, writes[1:], len(rest) > parts)
+        given = self._saved.pop(("qkv", *args)), self._local.pop(("dqkv", *args))
+        dx = self._pull(args, "qkv_backward", given, rest, writes[1:])
+        self._put(args, "qkv_backward", writes[0], dx, dy)
 
     # -- parameters
     def _update(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
@@ -363,22 +359,3 @@ class TrainingStep:
         for own, state, is_used in zip(self._own(number), self.states[number], used, strict=True):
             if is_used:
                 update(self.optimizer, p[own], reads[0][own], state, self.problem.dtype)
-
-    # -- after a step
-    @property
-    def trace(self) -> Trace:
-        """The Trace of the last step on this rank: kernels and messages of all axes."""
-        return self.executor.trace
-
-    def close(self) -> None:
-        """Give the memory of the plan back."""
-        if not self.closed:
-            self.closed = True
-            self.executor.close()
-
-    def __enter__(self) -> TrainingStep:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        if kind is None:
-            self.close()
