@@ -117,7 +117,7 @@ def _composed(comm: Communicator, axes: dict[str, int]) -> Iterator[Callable[[],
         params = {f"w{n}": np.zeros(PARAMETERS, np.float32) for n in range(LAYERS // axes["pp"])}
         how: dict[str, Any] = {"microbatches": MICROBATCHES, "bucket_nbytes": 4 * PARAMETERS}
         with DataParallel(params, optimizer=_Update(device), comm=mesh["dp"], zero=1, **how) as dp:
-            stage = _Stage(device, dp, params)
+            stage = _Layers(device, dp, params)
             how = {"microbatches": MICROBATCHES, "activations": SHAPE, "loss": lambda y, target: (0.0, y)}
             with Pipeline([stage], comm=mesh["pp"], **how) as pipe:
 
@@ -146,7 +146,7 @@ class _Update:
         self.device.spend(SECONDS["U"])
 
 
-class _Stage:
+class _Layers:
     """Layers whose kernels only take time. `dp` has their parameters."""
 
     def __init__(self, device: Accelerator, dp: DataParallel, gradients: dict[str, Array]):

@@ -113,7 +113,7 @@ def digest_of(numbers: Sequence[int]) -> int:
     return int.from_bytes(blake2b(array("q", numbers), digest_size=7).digest())
 
 
-class Group(Protocol):
+class Ranks(Protocol):
     """What an agreement needs of the Communicator of its ranks."""
 
     name: str
@@ -133,7 +133,7 @@ class Group(Protocol):
     def slot(self, stamp: int) -> int: ...
 
 
-def agree(comm: Group, text: str, refusal: Exception | None = None, value: int = 0) -> Sequence[int]:
+def agree(comm: Ranks, text: str, refusal: Exception | None = None, value: int = 0) -> Sequence[int]:
     """Wait until all ranks call this with the same `text`. Returns the `value` of every rank. Collective.
 
     0 <= value < 1 << VALUE_BITS. A rank that has a `refusal` raises it. If a rank refuses, or calls something else, all
@@ -143,7 +143,7 @@ def agree(comm: Group, text: str, refusal: Exception | None = None, value: int =
 
 
 def begin_agreement(
-    comm: Group,
+    comm: Ranks,
     text: str,
     refusal: Exception | None = None,
     value: int = 0,
@@ -208,7 +208,7 @@ class Agreement(Task):
 
     def __init__(
         self,
-        comm: Group,
+        comm: Ranks,
         stamp: int,
         digest: int,
         describe: Callable[[], str],

@@ -1,5 +1,5 @@
 /* The kernels of moves and sums on contiguous memory. Their bits are those of fompi.backends.numpy. */
-#include <stdint.h>
+#include "half.h"
 
 /* The bytes of `count` elements of operand k (two operands and the result), or -1 if there is no such kernel. Sums of half
  * types may be kept in float32: bit k of `wide` says which operands are. For a kernel of a wire (wire.c), `dtype` is the

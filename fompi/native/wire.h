@@ -1,4 +1,4 @@
-/* The kernels of wires (fompi.base.wires) on contiguous memory. Wires are numbered as in fompi.backends.in_c. */
+/* The kernels of wires (fompi.base.wires) on contiguous memory. */
 #include <stdint.h>
 
 int64_t wire_nbytes(int32_t wire, int64_t count);

@@ -97,6 +97,7 @@ class TrainingStep(PlannedStep):
         self.plan: Plan = plan(schedule, mesh=mesh, layers=forms, **form)
         self.problem = self.plan.problem
         self.d, self.t, _ = self.problem.place(self.comm.rank)
+        self._pieces = {number: self._cut_up(number) for number in self.layers}
         self.shards = {number: self._shard(number) for number in self.layers}
         """The part of the parameters of each layer that this rank keeps, flat. A step writes it."""
         dtype, own = self.problem.dtype, {number: self._own(number) for number in self.shards}
@@ -145,12 +146,20 @@ class TrainingStep(PlannedStep):
         ends, part = offsets(self.problem.shares(number)), self.problem.part(number, self.comm.rank)
         return flat[ends[part] : ends[part + 1]].astype(self.problem.dtype)
 
+    def _cut_up(self, number: int) -> list[list[tuple[slice, slice]]]:
+        """For each part of the parameters of a layer, and each parameter: where it is there, and what of it."""
+        spans = [*pairwise(offsets(w.size for w in self.layers[number].parameters))]
+
+        def piece(begin: int, end: int, first: int, last: int) -> tuple[slice, slice]:
+            low = max(first, begin)
+            high = max(min(last, end), low)
+            return slice(low - begin, high - begin), slice(low - first, high - first)
+
+        return [[piece(*part, *span) for span in spans] for part in pairwise(offsets(self.problem.shares(number)))]
+
     def _own(self, number: int) -> list[slice]:
         """The part of each parameter of a layer that this rank keeps: slices of its shard."""
-        ends, part = offsets(self.problem.shares(number)), self.problem.part(number, self.comm.rank)
-        low, high = ends[part : part + 2]
-        spans = pairwise(offsets(w.size for w in self.layers[number].parameters))
-        return [slice(*(min(max(i, low), high) - low for i in span)) for span in spans]
+        return [at for at, _ in self._pieces[number][self.problem.part(number, self.comm.rank)]]
 
     # -- a step
     def __call__(self, inputs: Sequence[Array] | None = None, targets: Sequence[Array] | None = None) -> Any:
@@ -212,31 +221,26 @@ class TrainingStep(PlannedStep):
 
     def _add(self, number: int, gradients: Gradients, sums: Sequence[Array], has_terms: bool) -> None:
         """Add the gradients of the weights to the sums so far, of each part of the parameters."""
-        shares, first, parameters = self.problem.shares(number), 0, self.layers[number].parameters
+        parameters = self.layers[number].parameters
         if len(gradients) != len(parameters):
             raise ShapeError(
                 f"layer {number} has {len(parameters)} parameters, but returned {len(gradients)} gradients"
             )
-        for out, count in zip(sums, shares, strict=True):
-            used = [gradient is not None for gradient in gradients]
+        used = [gradient is not None for gradient in gradients]
+        for out, count, pieces in zip(sums, self.problem.shares(number), self._pieces[number], strict=True):
             out[count:] = out[count:] + used if has_terms else used
-        for w, gradient in zip(parameters, gradients, strict=True):
-            last = first + w.size
-            for out, (begin, end) in zip(sums, pairwise(offsets(shares)), strict=True):
-                low, high = max(first, begin), min(last, end)
-                if low >= high:
-                    continue
-                into = out[low - begin : high - begin]
+            for w, gradient, (at, elements) in zip(parameters, gradients, pieces, strict=True):
+                into = out[at]
                 if gradient is None:
-                    into[...] = into if has_terms else 0
-                else:
-                    if gradient.size != w.size:
-                        raise ShapeError(
-                            f"layer {number}: a gradient is of the shape {gradient.shape}, its parameter {w.shape}"
-                        )
-                    term = gradient.reshape(-1)[low - first : high - first]
-                    into[...] = into + term if has_terms else term
-            first = last
+                    if not has_terms:
+                        into[...] = 0
+                    continue
+                if gradient.size != w.size:
+                    raise ShapeError(
+                        f"layer {number}: a gradient is of the shape {gradient.shape}, its parameter {w.shape}"
+                    )
+                term = gradient.reshape(-1)[elements]
+                into[...] = into + term if has_terms else term
 
     def _given(self, number: int, rest: Sequence[Array]) -> tuple[list[Array], bool]:
         """The parameters of a layer, whose parts come first in `rest`, and whether sums of gradients follow there."""
@@ -285,12 +289,21 @@ class TrainingStep(PlannedStep):
         self._gradients[i][self._rows[h] : self._rows[h + 1]] = reads[0]
 
     # -- layers in the middle
-    def _put(self, args: Args, name: str, out: Array, term: Array, around: Array) -> None:
+    def _put(self, args: Args, what: str, out: Array, term: Array, around: Array) -> None:
         """Write the term of this rank for some rows. Their owner adds what goes around the layer, once."""
         number, _, place, _ = args
-        _write(out, term, f"layer {number}.{name}")
+        _write(out, term, f"layer {number}{what}")
         if self.layers[number].residual and place == self.t:
             out[...] += around
+
+    def _put_gradient(self, args: Args, out: Array, dx: Array | None, dy: Array) -> None:
+        """The same for the gradient of the input. None: the layer does not read it, as the first one may do."""
+        if dx is None and args[0] and not self.layers[args[0]].residual:
+            words = "so those before it have no gradients, but a step would give them zeros, with which weights decay"
+            raise PlanError(
+                f"layer {args[0]} does not read its input, {words}: add 0 * x to its output if that is right"
+            )
+        self._put(args, ": the gradient of its input", out, np.zeros_like(out) if dx is None else dx, dy)
 
     def _pull(self, args: Args, name: str, given: Sequence[Any], rest: Sequence[Array], sums: Sequence[Array]) -> Any:
         """The gradient that a function of a layer returns. Those of the weights are added to the sums.
@@ -305,12 +318,12 @@ class TrainingStep(PlannedStep):
     def _forward(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
         x, *parts = reads
         y, self._saved[args] = self.layers[args[0]].forward(self._weights(args[0], parts), x)
-        self._put(args, "forward", writes[0], y, x)
+        self._put(args, ".forward", writes[0], y, x)
 
     def _backward(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
         dy, _, _, *rest = reads
         dx = self._pull(args, "backward", (self._saved.pop(args), dy), rest, writes[1:])
-        self._put(args, "backward", writes[0], dx, dy)
+        self._put_gradient(args, writes[0], dx, dy)
 
     # -- attention: what stays on this rank is in `_local`
     def _places(self, number: int, batch: int) -> list[Args]:
@@ -331,7 +344,7 @@ class TrainingStep(PlannedStep):
         x, _, *parts = reads
         weights, o = self._weights(args[0], parts), self._local.pop(("o", *args))
         y, self._saved["output", *args] = self.layers[args[0]].output(weights, o)
-        self._put(args, "output", writes[0], y, x)
+        self._put(args, ".output", writes[0], y, x)
 
     def _output_backward(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
         dy, _, *rest = reads
@@ -348,7 +361,7 @@ class TrainingStep(PlannedStep):
         dy, _, _, _, *rest = reads
         given = self._saved.pop(("qkv", *args)), self._local.pop(("dqkv", *args))
         dx = self._pull(args, "qkv_backward", given, rest, writes[1:])
-        self._put(args, "qkv_backward", writes[0], dx, dy)
+        self._put_gradient(args, writes[0], dx, dy)
 
     # -- parameters
     def _update(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
