@@ -111,46 +111,40 @@ def _repeat(step: Callable[[], object]) -> None:
 @contextmanager
 def _composed(comm: Communicator, axes: dict[str, int]) -> Iterator[Callable[[], None]]:
     """STEPS steps by `Pipeline` and `DataParallel` with zero=1. Layers are buckets."""
-    inputs, device = [np.zeros(SHAPE, np.float32)] * MICROBATCHES, Accelerator([])
-    device.use(1.0)  # what it spends is seconds
-    with Mesh(comm, pp=axes["pp"], dp=axes["dp"]) as mesh:
-        params = {f"w{n}": np.zeros(PARAMETERS, np.float32) for n in range(LAYERS // axes["pp"])}
-        how: dict[str, Any] = {"microbatches": MICROBATCHES, "bucket_nbytes": 4 * PARAMETERS}
-        with DataParallel(params, optimizer=_Update(device), comm=mesh["dp"], zero=1, **how) as dp:
-            stage = _Layers(device, dp, params)
-            how = {"microbatches": MICROBATCHES, "activations": SHAPE, "loss": lambda y, target: (0.0, y)}
-            with Pipeline([stage], comm=mesh["pp"], **how) as pipe:
+    inputs = [np.zeros(SHAPE, np.float32)] * MICROBATCHES
+    params = {f"w{n}": np.zeros(PARAMETERS, np.float32) for n in range(LAYERS // axes["pp"])}
+    model = _Layers(params)
+    buckets: dict[str, Any] = {"microbatches": MICROBATCHES, "bucket_nbytes": 4 * PARAMETERS}
+    with (
+        Mesh(comm, pp=axes["pp"], dp=axes["dp"]) as mesh,
+        DataParallel(params, optimizer=model, comm=mesh["dp"], **buckets) as model.dp,
+        Pipeline([model], comm=mesh["pp"], microbatches=MICROBATCHES, activations=SHAPE, loss=_loss) as pipe,
+    ):
 
-                def step() -> None:
-                    pipe.step(inputs, inputs)
-                    dp.step()
+        def step() -> None:
+            pipe.step(inputs, inputs)
+            model.dp.step()
 
-                def steps() -> None:
-                    _repeat(step)
-                    for name in params:
-                        _ = dp[name]
+        def steps() -> None:
+            _repeat(step)
+            for name in params:
+                _ = model.dp[name]
 
-                yield steps
+        yield steps
 
 
-class _Update:
-    """An optimizer that only takes time."""
-
-    def __init__(self, device: Accelerator):
-        self.device = device
-
-    def state(self, p: Array) -> dict[str, Any]:
-        return {}
-
-    def update(self, p: Array, g: Array, state: dict[str, Any]) -> None:
-        self.device.spend(SECONDS["U"])
+def _loss(y: Array, target: Array) -> tuple[float, Array]:
+    return 0.0, y
 
 
 class _Layers:
-    """Layers whose kernels only take time. `dp` has their parameters."""
+    """The layers of a stage, and their optimizer, whose kernels only take time. `dp` has the parameters."""
 
-    def __init__(self, device: Accelerator, dp: DataParallel, gradients: dict[str, Array]):
-        self.device, self.dp, self.gradients, self.array = device, dp, gradients, np.zeros(SHAPE, np.float32)
+    dp: DataParallel
+
+    def __init__(self, gradients: dict[str, Array]):
+        self.device, self.gradients, self.array = Accelerator([]), gradients, np.zeros(SHAPE, np.float32)
+        self.device.use(1.0)  # what it spends is seconds
 
     def forward(self, x: Array) -> tuple[Array, None]:
         for name in self.gradients:
@@ -163,6 +157,12 @@ class _Layers:
             self.device.spend(SECONDS["B"])
             self.dp.ready(name, self.gradients[name])
         return self.array
+
+    def state(self, p: Array) -> dict[str, Any]:
+        return {}
+
+    def update(self, p: Array, g: Array, state: dict[str, Any]) -> None:
+        self.device.spend(SECONDS["U"])
 
 
 def _zeros(args: Any, reads: Any, writes: Sequence[Array]) -> None:

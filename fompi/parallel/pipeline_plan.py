@@ -6,10 +6,9 @@ slots of its declared shape:
 
 | buffer  | what it holds                                              | in use until                                 |
 |---------|------------------------------------------------------------|----------------------------------------------|
-| `aS_k`  | the input of stage S, for one of the micro-batches         | the backward of its weights is done          |
-| `oS_k`  | the output of stage S, on its way to another rank          | it is sent                                   |
-| `dS_k`  | the gradient of the output of stage S                      | the backward of its weights is done          |
-| `eS_k`  | the gradient of the input of stage S, on its way           | it is sent                                   |
+| `aS_k`  | the input of stage S, for one of the micro-batches         | the backward of its weights is done, or it   |
+|         |                                                            | is sent to the rank of stage S               |
+| `dS_k`  | the gradient of the output of stage S                      | the same                                     |
 | `sS_k`  | nothing: it stands for what the forward has saved          | its backward, or backward_input, is done     |
 | `rS_k`  | nothing: it stands for what backward_input leaves          | its backward_weight is done                  |
 | `gS`    | nothing: it stands for the gradients of the parameters, or | the end, where it has a term per micro-batch |
@@ -255,21 +254,13 @@ class _Writer(StageWriter):
         return [self._slot(*passed[:2])]
 
     def _slot(self, kind: str, stage: int) -> Chunk:
-        shape = (0,) if kind in KEPT else self.problem.activations[stage - (kind in "ae")]
+        shape = (0,) if kind in KEPT else self.problem.activations[stage - (kind == "a")]
         return self.slots.take(f"{kind}{stage}", shape)
 
     def _keep(self, kind: str, stage: int, i: int) -> Chunk:
         """A slot that stands for what the action keeps for another one."""
         self.kept[kind, stage, i] = slot = self._slot(kind, stage)
         return slot
-
-    def _output(self, action: Action) -> Chunk:
-        """The slot for what the action hands on to a stage here or on another rank."""
-        passed = passes(action, self.problem.stages)
-        assert passed is not None
-        if self.problem.rank_of(passed[1]) == self.place:
-            return self._slot(*passed[:2])
-        return self._slot("o" if action.kind in "FE" else "e", action.stage)
 
     def _write(self, actions: Sequence[Action]) -> None:
         """One action, or two that run side by side."""
@@ -281,8 +272,7 @@ class _Writer(StageWriter):
             op = Compute(_beside(actions[1].kind), reads, writes, (*args, *counts))
         self.ops.append(op)
         for action, call in zip(actions, calls, strict=True):
-            if passes(action, self.problem.stages) is not None:
-                self.hand_on(action, [call.writes[0]])
+            self.hand_on(action, [*call.writes[:1]])
         for action in actions:
             self._drop_read(action)
 
@@ -297,9 +287,7 @@ class _Writer(StageWriter):
             reads += self.arrive(("a", stage, i))
         if kind in "BI":
             reads.append(self.kept["s", stage, i])
-        writes = []
-        if passes(action, self.problem.stages) is not None:
-            writes.append(self._output(action))
+        writes = [] if (passed := passes(action, self.problem.stages)) is None else self.slots_of(passed)
         if kind in "FI":
             writes.append(self._keep("s" if kind == "F" else "r", stage, i))
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Self
 
 from fompi.base.errors import FompiError, PeerError, StateError
@@ -42,14 +42,26 @@ class PlannedStep:
 
     @contextmanager
     def _step(self, executor: Executor, mode: str = "", checked: bool = True) -> Iterator[None]:
-        """The call of `executor` inside is a step. If `checked`, it ends well on all ranks, or all raise an error.
+        """The call of `executor` inside is a step. All ranks must run it in the same `mode`. Collective.
 
-        All ranks must run it in the same `mode`.
+        If `checked`, it ends well on all ranks, or all raise an error: a rank that had done its part, PeerError.
         """
         self._latest, work = executor, f"step {self._steps} of {executor.name}"
-        ending = confirmed(self.comm, f"{work}{mode}", executor) if checked else nullcontext()
-        with ending, self.comm.joint(work):
-            yield
+        end = f"the end of {work}{mode}"
+        try:
+            with self.comm.joint(work):
+                yield
+        except BaseException as error:
+            is_own = executor.failed_here
+            if checked and (isinstance(error, Exception) or is_own):  # who interrupts a wait does not wait for others
+                is_theirs = isinstance(error, PeerError) and error.origin >= 0 and not is_own
+                failed = error.origin if is_theirs else self.comm.rank  # type: ignore[attr-defined]
+                with suppress(FompiError):  # the error of the work says more
+                    agree(self.comm, end, value=1 + failed)
+            raise
+        if checked and (known := max(agree(self.comm, end))) > 0:
+            text = f"rank {known - 1} failed in {work}, after this rank had done its part. The error there says why"
+            raise PeerError(text, known - 1)
 
     @property
     def trace(self) -> Trace:
@@ -70,24 +82,3 @@ class PlannedStep:
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         if kind is None:  # after an error the other ranks may never come to close
             self.close()
-
-
-@contextmanager
-def confirmed(comm: Communicator, work: str, executor: Any) -> Iterator[None]:
-    """The call of `executor` inside ends well on all ranks, or all raise an error. Collective.
-
-    A rank that had done its part before another one failed raises a PeerError.
-    """
-    end = f"the end of {work}"
-    try:
-        yield
-    except BaseException as error:
-        is_own = executor.failed_here
-        if isinstance(error, Exception) or is_own:  # who interrupts a wait does not wait for others
-            is_theirs = isinstance(error, PeerError) and error.origin >= 0 and not is_own
-            with suppress(FompiError):  # the error of the work says more
-                agree(comm, end, value=1 + (error.origin if is_theirs else comm.rank))  # type: ignore[attr-defined]
-        raise
-    if (known := max(agree(comm, end))) > 0:
-        text = f"rank {known - 1} failed in {work}, after this rank had done its part. The error there says why"
-        raise PeerError(text, known - 1)
