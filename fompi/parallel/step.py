@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from fompi.base.errors import DtypeError, PlanError, ShapeError
-from fompi.base.layout import offsets
+from fompi.base.layout import in_common, offsets
 from fompi.engine.handshake import agree
 from fompi.ops.operations import all_gather
 from fompi.parallel.arrays import Array
@@ -149,13 +149,8 @@ class TrainingStep(PlannedStep):
     def _cut_up(self, number: int) -> list[list[tuple[slice, slice]]]:
         """For each part of the parameters of a layer, and each parameter: where it is there, and what of it."""
         spans = [*pairwise(offsets(w.size for w in self.layers[number].parameters))]
-
-        def piece(begin: int, end: int, first: int, last: int) -> tuple[slice, slice]:
-            low = max(first, begin)
-            high = max(min(last, end), low)
-            return slice(low - begin, high - begin), slice(low - first, high - first)
-
-        return [[piece(*part, *span) for span in spans] for part in pairwise(offsets(self.problem.shares(number)))]
+        parts = pairwise(offsets(self.problem.shares(number)))
+        return [[in_common(part, span) for span in spans] for part in parts]
 
     def _own(self, number: int) -> list[slice]:
         """The part of each parameter of a layer that this rank keeps: slices of its shard."""
