@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -24,7 +23,6 @@ from fompi.parallel.step_plan import KERNELS, plan
 from fompi.parallel.step_problem import LayerForm
 from fompi.plans.plan import Plan
 from fompi.runtime.binding import bind
-from fompi.runtime.executor import Executor
 from fompi.tuning.rounds import Figure, Row, alternate, ratio
 
 Array = np.ndarray[Any, Any]
@@ -32,7 +30,7 @@ Array = np.ndarray[Any, Any]
 MICROBATCHES, LAYERS, PARAMETERS, SHAPE = 4, 4, 200_000, (256, 512)
 SECONDS = {"F": 0.030, "B": 0.060, "U": 0.002}
 ONE_PLAN, OTHER, MOST_BEYOND, MOST_FROM_SIMULATION = "one plan, 1f1b", "one plan, gpipe", 0.03, 1.04
-TWO_AXES, COMPOSED = "one plan, dp x pp", "Pipeline + DataParallel, dp x pp"
+ON_TWO_AXES, COMPOSED = "one plan, dp x pp", "Pipeline + DataParallel, dp x pp"
 STEPS = 2
 """Steps of a call on dp x pp: the gathers of one step may hide in the next one."""
 
@@ -51,24 +49,29 @@ def whole_step(comm: Communicator, cluster: TcpHosts, rounds: int) -> Row:
     On dp x pp alone the plan is compared with `Pipeline` and `DataParallel`, on kernels that take the same seconds.
     """
     mesh, mpi = mesh_of(comm.size), comm.link.comm
-    two_axes = {"pp": comm.size // mesh["dp"], "dp": mesh["dp"]}
-    made = _plan("1f1b", mesh)
-    with ExitStack() as until:
-        one, other, two = (
-            until.enter_context(_bound(comm, each)) for each in (made, _plan("gpipe", mesh), _plan("1f1b", two_axes))
-        )
-        composed = until.enter_context(_composed(comm, two_axes))
-        calls: dict[str, Callable[[], object]] = {ONE_PLAN: one, OTHER: other, TWO_AXES: partial(_repeat, two)}
-        calls[COMPOSED] = composed
+    how = {
+        "microbatches": MICROBATCHES,
+        "layers": [LayerForm(PARAMETERS, "attention"), LayerForm(PARAMETERS)] * (LAYERS // 2),
+        "shape": SHAPE,
+        "seconds": SECONDS,
+    }
+    made, other = (plan(schedule, mesh=mesh, **how) for schedule in ("1f1b", "gpipe"))  # type: ignore[arg-type]
+    own = _own(made, comm.rank)
+    kernels, device = dict.fromkeys(KERNELS, _zeros), Emulated(INSTANT)
+    steps = [bind(each, comm=comm, kernels=kernels, backend=device, **own) for each in (made, other)]
+    with on_two_axes(comm, mesh["dp"]) as more:
+        calls = dict(zip((ONE_PLAN, OTHER), steps, strict=True)) | more
         samples = alternate(mpi, calls, rounds, idle=cluster.idle)
-    samples |= {name: [seconds / STEPS for seconds in samples[name]] for name in (TWO_AXES, COMPOSED)}
+    samples |= {name: [seconds / STEPS for seconds in samples[name]] for name in more}
+    for step in steps:
+        step.close()
     layers = LAYERS // mesh["pp"]
     stage = {"F": layers * SECONDS["F"], "B": layers * SECONDS["B"], "I": 0.0, "W": 0.0}
     kernel_seconds = predicted("1f1b", mesh["pp"], MICROBATCHES, 1, stage) + layers * SECONDS["U"]
     limits = {"kernels and bubble": kernel_seconds}
     figures = [
         Figure("gpipe / 1f1b", median(samples[OTHER]) / median(samples[ONE_PLAN])),
-        ratio(f"{COMPOSED} / one plan", samples[COMPOSED], samples[TWO_AXES]),
+        ratio(f"{COMPOSED} / one plan", samples[COMPOSED], samples[ON_TWO_AXES]),
     ]
     if not cluster.shared:
         part, rows = 4 * PARAMETERS // max(mesh["dp"], 1), 4 * SHAPE[0] * SHAPE[1]
@@ -90,47 +93,40 @@ def whole_step(comm: Communicator, cluster: TcpHosts, rounds: int) -> Row:
     return emulated_row(comm, cluster, what, samples, base=ONE_PLAN, limits=limits, figures=figures)
 
 
-def _plan(schedule: str, mesh: dict[str, int]) -> Plan:
-    layers = [LayerForm(PARAMETERS, "attention"), LayerForm(PARAMETERS)] * (LAYERS // 2)
-    return plan(schedule, mesh=mesh, microbatches=MICROBATCHES, layers=layers, shape=SHAPE, seconds=SECONDS)
-
-
-def _bound(comm: Communicator, made: Plan) -> Executor:
-    d, _, _ = made.problem.place(comm.rank)
-    own: dict[str, Any] = {
-        f"p{n}": np.zeros(made.problem.shares(n)[d], np.float32) for n in made.problem.held(comm.rank)
-    }
-    return bind(made, comm=comm, kernels=dict.fromkeys(KERNELS, _zeros), backend=Emulated(INSTANT), **own)
-
-
-def _repeat(step: Callable[[], object]) -> None:
-    for _ in range(STEPS):
-        step()
+def _own(made: Plan, rank: int) -> dict[str, Any]:
+    """The parameters that a rank keeps."""
+    d, _, _ = made.problem.place(rank)
+    return {f"p{n}": np.zeros(made.problem.shares(n)[d], np.float32) for n in made.problem.held(rank)}
 
 
 @contextmanager
-def _composed(comm: Communicator, axes: dict[str, int]) -> Iterator[Callable[[], None]]:
-    """STEPS steps by `Pipeline` and `DataParallel` with zero=1. Layers are buckets."""
-    inputs = [np.zeros(SHAPE, np.float32)] * MICROBATCHES
-    params = {f"w{n}": np.zeros(PARAMETERS, np.float32) for n in range(LAYERS // axes["pp"])}
-    model = _Layers(params)
-    buckets: dict[str, Any] = {"microbatches": MICROBATCHES, "bucket_nbytes": 4 * PARAMETERS}
+def on_two_axes(comm: Communicator, dp: int) -> Iterator[dict[str, Callable[[], object]]]:
+    """STEPS steps as one plan, and by `Pipeline` and `DataParallel` with zero=1, whose buckets are layers."""
+    inputs, pp = [np.zeros(SHAPE, np.float32)] * MICROBATCHES, comm.size // dp
+    params = {f"w{n}": np.zeros(PARAMETERS, np.float32) for n in range(LAYERS // pp)}
+    how = {"mesh": {"dp": dp, "pp": pp}, "layers": [PARAMETERS] * LAYERS, "shape": SHAPE, "seconds": SECONDS}
+    made = plan("1f1b", microbatches=MICROBATCHES, **how)  # type: ignore[arg-type]
+    model, kernels = _Layers(params), dict.fromkeys(KERNELS, _zeros)
+    buckets = {"microbatches": MICROBATCHES, "bucket_nbytes": 4 * PARAMETERS}
     with (
-        Mesh(comm, pp=axes["pp"], dp=axes["dp"]) as mesh,
-        DataParallel(params, optimizer=model, comm=mesh["dp"], **buckets) as model.dp,
+        bind(made, comm=comm, kernels=kernels, backend=Emulated(INSTANT), **_own(made, comm.rank)) as one_plan,
+        Mesh(comm, pp=pp, dp=dp) as mesh,
+        DataParallel(params, optimizer=model, comm=mesh["dp"], **buckets) as model.dp,  # type: ignore[arg-type]
         Pipeline([model], comm=mesh["pp"], microbatches=MICROBATCHES, activations=SHAPE, loss=_loss) as pipe,
     ):
 
-        def step() -> None:
-            pipe.step(inputs, inputs)
-            model.dp.step()
-
         def steps() -> None:
-            _repeat(step)
+            for _ in range(STEPS):
+                one_plan()
+
+        def composed() -> None:
+            for _ in range(STEPS):
+                pipe.step(inputs, inputs)
+                model.dp.step()
             for name in params:
                 _ = model.dp[name]
 
-        yield steps
+        yield {ON_TWO_AXES: steps, COMPOSED: composed}
 
 
 def _loss(y: Array, target: Array) -> tuple[float, Array]:
