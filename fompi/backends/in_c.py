@@ -1,4 +1,4 @@
-"""Which kernels there are in C, by the numbers of `native/kernels.h`, and sums of half types by them."""
+"""Which kernels there are in C, by the numbers of `native/half.h`, and sums of half types by them."""
 
 from __future__ import annotations
 

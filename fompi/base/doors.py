@@ -8,7 +8,7 @@ This is the only way in which a room calls one that it must not import. docs/ins
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,9 @@ class Doors:
 
     products: Callable[..., Any] = closed
     """(kernel, reads, writes, their dtypes) -> a product by torch, or None. `backends` -> `torch`."""
+
+    picture: Callable[[Mapping[str, Any]], str] = closed
+    """(traces by their titles) -> an SVG file of them. Inside `traces`: what draws a trace reads it."""
 
     schedule_registered: Callable[[], None] = closed
     """Called when a user has registered a schedule: caches of choices are forgotten. `schedules` -> `planner`."""

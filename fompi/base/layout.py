@@ -174,6 +174,16 @@ def offsets(counts: Iterable[int]) -> list[int]:
     return list(accumulate(counts, initial=0))
 
 
+def in_common(run: Sequence[int], other: Sequence[int]) -> tuple[slice, slice]:
+    """What two runs of elements, (begin, end) each, have in common: a slice of the one, and of the other.
+
+    in_common((2, 6), (4, 9)) == (slice(2, 4), slice(0, 2))
+    """
+    low = max(run[0], other[0])
+    high = max(low, min(run[1], other[1]))
+    return slice(low - run[0], high - run[0]), slice(low - other[0], high - other[0])
+
+
 Symbol = tuple[str | int, ...]
 """A name for the number of rows of a block. Two blocks with equal symbols have equally many rows in every call."""
 

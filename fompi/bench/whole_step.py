@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -10,21 +11,28 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.emulated import Emulated
-from fompi.bench.accelerator import INSTANT, PILOT_ROUNDS, emulated_row
+from fompi.bench.accelerator import INSTANT, PILOT_ROUNDS, Accelerator, emulated_row
 from fompi.bench.cluster import TcpHosts
 from fompi.engine.communicator import Communicator
+from fompi.engine.mesh import Mesh
 from fompi.model.pipeline import predicted
 from fompi.model.simulate import simulate
+from fompi.parallel.data import DataParallel
+from fompi.parallel.pipeline import Pipeline
 from fompi.parallel.step_plan import KERNELS, plan
 from fompi.parallel.step_problem import LayerForm
+from fompi.plans.plan import Plan
 from fompi.runtime.binding import bind
-from fompi.tuning.rounds import Figure, Row, alternate
+from fompi.tuning.rounds import Figure, Row, alternate, ratio
 
 Array = np.ndarray[Any, Any]
 
 MICROBATCHES, LAYERS, PARAMETERS, SHAPE = 4, 4, 200_000, (256, 512)
 SECONDS = {"F": 0.030, "B": 0.060, "U": 0.002}
 ONE_PLAN, OTHER, MOST_BEYOND, MOST_FROM_SIMULATION = "one plan, 1f1b", "one plan, gpipe", 0.03, 1.04
+ON_TWO_AXES, COMPOSED = "one plan, dp x pp", "Pipeline + DataParallel, dp x pp"
+STEPS = 2
+"""Steps of a call on dp x pp: the gathers of one step may hide in the next one."""
 
 
 def mesh_of(size: int) -> dict[str, int]:
@@ -38,6 +46,7 @@ def whole_step(comm: Communicator, cluster: TcpHosts, rounds: int) -> Row:
 
     Bound: the kernels, the bubble of 1F1B with its messages, the first gather of a stage, and the last sum of one. The
     messages of tp hide behind the kernels. The simulation has the latency and the bandwidth of the links, measured.
+    On dp x pp alone the plan is compared with `Pipeline` and `DataParallel`, on kernels that take the same seconds.
     """
     mesh, mpi = mesh_of(comm.size), comm.link.comm
     how = {
@@ -47,20 +56,23 @@ def whole_step(comm: Communicator, cluster: TcpHosts, rounds: int) -> Row:
         "seconds": SECONDS,
     }
     made, other = (plan(schedule, mesh=mesh, **how) for schedule in ("1f1b", "gpipe"))  # type: ignore[arg-type]
-    d, _, _ = made.problem.place(comm.rank)
-    own: dict[str, Any] = {
-        f"p{n}": np.zeros(made.problem.shares(n)[d], np.float32) for n in made.problem.held(comm.rank)
-    }
+    own = _own(made, comm.rank)
     kernels, device = dict.fromkeys(KERNELS, _zeros), Emulated(INSTANT)
     steps = [bind(each, comm=comm, kernels=kernels, backend=device, **own) for each in (made, other)]
-    samples = alternate(mpi, dict(zip((ONE_PLAN, OTHER), steps, strict=True)), rounds, idle=cluster.idle)
+    with on_two_axes(comm, mesh["dp"]) as more:
+        calls = dict(zip((ONE_PLAN, OTHER), steps, strict=True)) | more
+        samples = alternate(mpi, calls, rounds, idle=cluster.idle)
+    samples |= {name: [seconds / STEPS for seconds in samples[name]] for name in more}
     for step in steps:
         step.close()
     layers = LAYERS // mesh["pp"]
     stage = {"F": layers * SECONDS["F"], "B": layers * SECONDS["B"], "I": 0.0, "W": 0.0}
     kernel_seconds = predicted("1f1b", mesh["pp"], MICROBATCHES, 1, stage) + layers * SECONDS["U"]
     limits = {"kernels and bubble": kernel_seconds}
-    figures = [Figure("gpipe / 1f1b", median(samples[OTHER]) / median(samples[ONE_PLAN]))]
+    figures = [
+        Figure("gpipe / 1f1b", median(samples[OTHER]) / median(samples[ONE_PLAN])),
+        ratio(f"{COMPOSED} / one plan", samples[COMPOSED], samples[ON_TWO_AXES]),
+    ]
     if not cluster.shared:
         part, rows = 4 * PARAMETERS // max(mesh["dp"], 1), 4 * SHAPE[0] * SHAPE[1]
         sizes = {"small": 64, "part": part, "rows": rows}
@@ -79,6 +91,74 @@ def whole_step(comm: Communicator, cluster: TcpHosts, rounds: int) -> Row:
     name = " x ".join(f"{axis} {n}" for axis, n in mesh.items() if n > 1)
     what = f"a step as one plan, {name}"
     return emulated_row(comm, cluster, what, samples, base=ONE_PLAN, limits=limits, figures=figures)
+
+
+def _own(made: Plan, rank: int) -> dict[str, Any]:
+    """The parameters that a rank keeps."""
+    d, _, _ = made.problem.place(rank)
+    return {f"p{n}": np.zeros(made.problem.shares(n)[d], np.float32) for n in made.problem.held(rank)}
+
+
+@contextmanager
+def on_two_axes(comm: Communicator, dp: int) -> Iterator[dict[str, Callable[[], object]]]:
+    """STEPS steps as one plan, and by `Pipeline` and `DataParallel` with zero=1, whose buckets are layers."""
+    inputs, pp = [np.zeros(SHAPE, np.float32)] * MICROBATCHES, comm.size // dp
+    params = {f"w{n}": np.zeros(PARAMETERS, np.float32) for n in range(LAYERS // pp)}
+    how = {"mesh": {"dp": dp, "pp": pp}, "layers": [PARAMETERS] * LAYERS, "shape": SHAPE, "seconds": SECONDS}
+    made = plan("1f1b", microbatches=MICROBATCHES, **how)  # type: ignore[arg-type]
+    model, kernels = _Layers(params), dict.fromkeys(KERNELS, _zeros)
+    buckets = {"microbatches": MICROBATCHES, "bucket_nbytes": 4 * PARAMETERS}
+    with (
+        bind(made, comm=comm, kernels=kernels, backend=Emulated(INSTANT), **_own(made, comm.rank)) as one_plan,
+        Mesh(comm, pp=pp, dp=dp) as mesh,
+        DataParallel(params, optimizer=model, comm=mesh["dp"], **buckets) as model.dp,  # type: ignore[arg-type]
+        Pipeline([model], comm=mesh["pp"], microbatches=MICROBATCHES, activations=SHAPE, loss=_loss) as pipe,
+    ):
+
+        def steps() -> None:
+            for _ in range(STEPS):
+                one_plan()
+
+        def composed() -> None:
+            for _ in range(STEPS):
+                pipe.step(inputs, inputs)
+                model.dp.step()
+            for name in params:
+                _ = model.dp[name]
+
+        yield {ON_TWO_AXES: steps, COMPOSED: composed}
+
+
+def _loss(y: Array, target: Array) -> tuple[float, Array]:
+    return 0.0, y
+
+
+class _Layers:
+    """The layers of a stage, and their optimizer, whose kernels only take time. `dp` has the parameters."""
+
+    dp: DataParallel
+
+    def __init__(self, gradients: dict[str, Array]):
+        self.device, self.gradients, self.array = Accelerator([]), gradients, np.zeros(SHAPE, np.float32)
+        self.device.use(1.0)  # what it spends is seconds
+
+    def forward(self, x: Array) -> tuple[Array, None]:
+        for name in self.gradients:
+            _ = self.dp[name]
+            self.device.spend(SECONDS["F"])
+        return self.array, None
+
+    def backward(self, saved: None, dy: Array) -> Array:
+        for name in reversed(self.gradients):
+            self.device.spend(SECONDS["B"])
+            self.dp.ready(name, self.gradients[name])
+        return self.array
+
+    def state(self, p: Array) -> dict[str, Any]:
+        return {}
+
+    def update(self, p: Array, g: Array, state: dict[str, Any]) -> None:
+        self.device.spend(SECONDS["U"])
 
 
 def _zeros(args: Any, reads: Any, writes: Sequence[Array]) -> None:

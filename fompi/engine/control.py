@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from fompi.base.errors import FompiError, MismatchError, PeerError, text_of
 from fompi.base.layout import Sizes, integer
 from fompi.engine.engine import Engine
-from fompi.engine.tasks import ANYONE, CONTROL, Sent, Task
+from fompi.engine.tasks import ANYONE, CONTROL, Listener, Sent, Task
 from fompi.mpi.link import ANSWER_SECONDS, NO_ANSWER, Link
 
 CALL_BITS = 24
@@ -269,7 +269,7 @@ class Channel:
             return -1, "works in fompi"
         return self._awaited(channel, awaited)
 
-    def _awaited(self, channel: Channel, awaited: tuple[int, str]) -> tuple[int, str]:
+    def _awaited(self, channel: Listener, awaited: tuple[int, str]) -> tuple[int, str]:
         """The answer of a rank that waits for `awaited` on `channel`."""
         if awaited[0] == ANYONE:
             return ANYONE, f"waits for {awaited[1]}"

@@ -17,17 +17,14 @@ from contextlib import suppress
 from functools import partial
 from threading import RLock, local
 from time import perf_counter, sleep
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fompi.base.errors import PeerError, StateError, WaitTimeout
 from fompi.engine.in_flight import InFlight
 from fompi.engine.intervals import RecentIntervals
 from fompi.engine.progress import POLLS_PER_WAKE, Helper
-from fompi.engine.tasks import QUIET, Task, Watch
+from fompi.engine.tasks import QUIET, Listener, Task, Watch
 from fompi.traces.trace import Interval, between, union
-
-if TYPE_CHECKING:
-    from fompi.engine.control import Channel
 
 SPINS, YIELDS = 20, 280
 """A wait polls 20 times without a pause, then 280 times with a yield of the core in between, then with sleeps.
@@ -91,7 +88,7 @@ class Engine(InFlight):
         self.report: Any = None  # notes finished calls, if FOMPI_REPORT is set (`fompi.runtime.report`)
         self.machine: Any = None  # the machine of all ranks, if FOMPI_MACHINE is set
         self.last_began: tuple[str, Any, int] | None = None  # the last call: its name, its communicator, its stamp
-        self.expired: tuple[float, Channel, tuple[int, str]] | None = None  # the last wait that has expired
+        self.expired: tuple[float, Listener, tuple[int, str]] | None = None  # the last wait that has expired
         self.works: list[str] = []  # what this process does together with others (`Communicator.joint`)
         # Kernels. `progress.Driven` describes what the helper reads.
         self.computing = 0
@@ -100,7 +97,7 @@ class Engine(InFlight):
         self.longest_forwarding = 0.0
         self.kernels = RecentIntervals()  # when threads have run kernels
         # Waits.
-        self.waiting: list[tuple[Task, Channel]] = []  # all waits of all threads, innermost last
+        self.waiting: list[tuple[Task, Listener]] = []  # all waits of all threads, innermost last
         self.waits = RecentIntervals(JOIN_SECONDS)  # when the program has waited, for any call
         self._waiting_since = 0.0
         self.waits_soon = False  # the program waited at once for the last small call in C that it had only started
@@ -178,7 +175,7 @@ class Engine(InFlight):
         self._run(task, key, kernel)
         return True
 
-    def watch(self, task: Callable[[], Task], channel: Channel, then: Callable[[], object]) -> None:
+    def watch(self, task: Callable[[], Task], channel: Listener, then: Callable[[], object]) -> None:
         """Call `then()` once `task()` is finished: soon, without the lock, in a thread that drives the engine.
 
         The call then has a deadline although nobody waits for it. `then` must not raise.
@@ -282,7 +279,7 @@ class Engine(InFlight):
     def wait(
         self,
         task: Task,
-        channel: Channel,
+        channel: Listener,
         seconds: float | None = None,
         patient: bool = False,
         until: Callable[[], bool] | None = None,
@@ -346,7 +343,7 @@ class Engine(InFlight):
         if pause > 0:
             sleep(pause)
 
-    def _end_if_lost(self, task: Task, channel: Channel, begun: float) -> None:
+    def _end_if_lost(self, task: Task, channel: Listener, begun: float) -> None:
         """End `task` with an error if an awaited rank has left, or after the deadline. The wait began at `begun`."""
         self.receive_control()
         if task.finished:

@@ -18,17 +18,17 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from time import perf_counter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from fompi.base.differences import MOST_LETTERS, in_what_they_differ, without_details
 from fompi.base.errors import MismatchError, PeerError, ShapeError, in_words
+from fompi.engine.control import Channel
+from fompi.engine.engine import Engine
 from fompi.engine.in_flight import EAGER_NBYTES
 from fompi.engine.tasks import CONFIRMATION, DESCRIPTION, HANDSHAKE, Task
+from fompi.mpi.link import Link
 from fompi.mpi.transport import start_mpi
 from fompi.plans.plan import MESSAGE_BITS
-
-if TYPE_CHECKING:
-    from fompi.engine.communicator import Communicator
 
 _HEADER = struct.Struct("<7q")
 """Call number, digest, signature + hint + rows for the peer, expected rows (or -1), what saves the second round, and
@@ -113,7 +113,27 @@ def digest_of(numbers: Sequence[int]) -> int:
     return int.from_bytes(blake2b(array("q", numbers), digest_size=7).digest())
 
 
-def agree(comm: Communicator, text: str, refusal: Exception | None = None, value: int = 0) -> Sequence[int]:
+class Ranks(Protocol):
+    """What an agreement needs of the Communicator of its ranks."""
+
+    name: str
+    rank: int
+    size: int
+    link: Link
+    engine: Engine
+    channel: Channel
+    agreed: dict[tuple[int, int], int]
+
+    def check(self) -> None: ...
+
+    def next_call(self) -> tuple[int, int]: ...
+
+    def note_start(self, name: str, stamp: int) -> None: ...
+
+    def slot(self, stamp: int) -> int: ...
+
+
+def agree(comm: Ranks, text: str, refusal: Exception | None = None, value: int = 0) -> Sequence[int]:
     """Wait until all ranks call this with the same `text`. Returns the `value` of every rank. Collective.
 
     0 <= value < 1 << VALUE_BITS. A rank that has a `refusal` raises it. If a rank refuses, or calls something else, all
@@ -123,7 +143,7 @@ def agree(comm: Communicator, text: str, refusal: Exception | None = None, value
 
 
 def begin_agreement(
-    comm: Communicator,
+    comm: Ranks,
     text: str,
     refusal: Exception | None = None,
     value: int = 0,
@@ -188,7 +208,7 @@ class Agreement(Task):
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Ranks,
         stamp: int,
         digest: int,
         describe: Callable[[], str],

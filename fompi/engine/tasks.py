@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextvars import Context
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from fompi.engine.control import Channel
+from fompi.base.errors import PeerError
+from fompi.mpi.link import Link
 
 HANDSHAKE, DESCRIPTION, CONFIRMATION = 0, 1, 2
 """The rounds of an agreement (`fompi.engine.handshake`)."""
@@ -111,6 +111,24 @@ class Task:
         self.abandon(error)
 
 
+class Listener(Protocol):
+    """What a wait needs of the control channel of its communicator (`fompi.engine.control.Channel`)."""
+
+    link: Link
+    name: str
+    timeout: float | None
+    asking: bool
+    departed: dict[int, str]
+    stopped: dict[int, tuple[str, str]]
+    lost: PeerError | None
+
+    def fail(self, task: Task, error: Exception) -> None: ...
+
+    def absent_peer(self, awaits_start: bool, awaited: tuple[int, str] | None) -> tuple[int, str] | None: ...
+
+    def explain(self, task: Task) -> str: ...
+
+
 class Watch(NamedTuple):
     """A call whose end somebody wants to hear of: `then()` runs once, soon after `task()` is finished.
 
@@ -118,7 +136,7 @@ class Watch(NamedTuple):
     """
 
     task: Callable[[], Task]
-    channel: Channel
+    channel: Listener
     then: Callable[[], object]
     begun: float
 

@@ -1,6 +1,11 @@
-/* What the files of kernels share: half types, and functions that are compiled for several processors. */
+/* What the files of kernels share: numbers, half types, and functions that are compiled for several processors. */
 #pragma once
 #include <stdint.h>
+
+/* The kernels, the dtypes and the wires, as numbered in fompi.backends.in_c. */
+enum { COPY, ADD, PROD, MEAN, MAX, MIN, ENCODE, DECODE, DECODE_ADD };
+enum { BYTE, FLOAT32, FLOAT64, BFLOAT16, UINT8, UINT16, UINT32, UINT64, COMPLEX64, COMPLEX128, FLOAT16, INT8, INT16, INT32, INT64 };
+enum { WIRE_BFLOAT16, WIRE_FLOAT16, WIRE_INT8, WIRE_FP8, WIRE_INT4 };
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__gnu_linux__)
 #define FAST __attribute__((target_clones("arch=x86-64-v3", "default")))
@@ -32,3 +37,9 @@ INLINE uint16_t narrow(float x) { /* to the nearest even; a NaN must not round t
     uint32_t rounded = (v.bits + (0x7FFF + ((v.bits >> 16) & 1))) >> 16;
     return (v.bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : (uint16_t)rounded;
 }
+
+int is_half(int32_t dtype);
+
+/* c = kernel(a, b) of a half type, computed in float32. Bit k of `wide`: operand k, of two and the result, is float32. */
+void half_run(
+    int32_t kernel, int32_t dtype, int32_t wide, const char *a, const char *b, char *c, int64_t count, float by);

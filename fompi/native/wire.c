@@ -2,15 +2,13 @@
  *
  * A block is taken run by run: RUN elements as float32, their scale, their codes.
  */
-#include "kernels.h"
+#include "wire.h"
 
 #include <string.h>
 
 #include "half.h"
 
 #define RUN 64
-
-enum { WIRE_BFLOAT16, WIRE_FLOAT16, WIRE_INT8, WIRE_FP8, WIRE_INT4 };
 
 static const int bits_of[] = {16, 16, 8, 8, 4};
 static const float top_of[] = {0, 0, 127, 448, 7};
@@ -168,7 +166,7 @@ static void run_half(int32_t kernel, int32_t wire, int32_t from, int32_t to, con
     int32_t wide = kernel == ENCODE ? 3 : kernel == DECODE ? 4 : 6; /* bits: which operands are float32 */
     (void)from, (void)to;                                           /* both are float32 */
     if (kernel == ENCODE && wire == WIRE_BFLOAT16) encode_bfloat16((const float *)a, (uint16_t *)c, count);
-    else kernel_run(kernel == DECODE_ADD ? ADD : COPY, half, 1, wide, a, kernel == DECODE_ADD ? b : a, c, count);
+    else half_run(kernel == DECODE_ADD ? ADD : COPY, half, wide, a, kernel == DECODE_ADD ? b : a, c, count, 1);
     if (kernel == ENCODE) memset(c + 2 * count, 0, (size_t)(wire_nbytes(wire, count) - 2 * count));
 }
 

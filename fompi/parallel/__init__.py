@@ -8,7 +8,7 @@
 | `leaves` | gradients that are added in a tree over micro-batches; sums that no order changes |
 | `step`, `step_layers` | a whole step as one plan, and the layers of it that a program provides |
 | `step_plan`, `step_problem` | this plan: gathers, stages, layers with their messages, sums, updates; what is right |
-| `slots` | buffers of a plan that are used again |
+| `stages`, `planned` | what both plans have in common: who writes them, and how they run and end |
 | `tensor` | tensor parallelism with sequence parallelism: linear layers, attention, vocabulary |
 | `linear`, `vocabulary` | its layers but attention; `tensor` has them too |
 | `sequence` | long sequences: Ulysses, ring attention, and both together, on the shardings of `sharding` |

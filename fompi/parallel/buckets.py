@@ -21,7 +21,7 @@ from fompi.backends.wires import Feedback, carry
 from fompi.base.differences import MOST_NAMED as MOST_NAMED
 from fompi.base.differences import detail
 from fompi.base.errors import DeviceError, DtypeError, LayoutError, ShapeError
-from fompi.base.layout import accumulator, integer, offsets, split
+from fompi.base.layout import accumulator, in_common, integer, offsets, split
 from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
 from fompi.model.flow_shop import Job, announced_units, makespan
@@ -178,13 +178,11 @@ class Bucket:
 
     def own(self, name: str) -> slice:
         """The part of a parameter that this rank owns: a slice of the shard."""
-        a, b = (min(max(i, self.begin), self.end) - self.begin for i in self.spans[name])
-        return slice(a, b)
+        return in_common(self.spans[name], (self.begin, self.end))[1]
 
     def elements(self, name: str) -> slice:
         """The part of a parameter that this rank owns: a slice of the flat parameter."""
-        own, skipped = self.own(name), self.begin - self.spans[name][0]
-        return slice(own.start + skipped, own.stop + skipped)
+        return in_common(self.spans[name], (self.begin, self.end))[0]
 
     def take_what_was_written(self) -> None:
         """Where the program has written a parameter, its copy in `master` takes the number."""
@@ -206,9 +204,7 @@ class Bucket:
 
     def part_of(self, name: str, rank: int) -> slice:
         """The part of a parameter that `rank` owns: a slice of the flat parameter."""
-        first = self.spans[name][0]
-        a, b = (min(max(i, self.edges[rank]), self.edges[rank + 1]) - first for i in self.spans[name])
-        return slice(a, b)
+        return in_common(self.spans[name], self.edges[rank : rank + 2])[0]
 
 
 def kept_nbytes(tensors: Mapping[str, Tensor]) -> tuple[int, int]:

@@ -134,28 +134,26 @@ def _gpipe(r: int, p: int, m: int, v: int) -> list[Action]:
     return [Action(r, kind, i) for kind in "FB" for i in range(m)]
 
 
+def _in_turns(forwards: list[Action], first: int, backwards: Iterable[list[Action]]) -> list[Action]:
+    """The `first` forwards, then one forward and what comes after it in turns. At the end there are no forwards."""
+    actions = forwards[:first]
+    for i, behind in enumerate(backwards, first):
+        actions += [*forwards[i : i + 1], *behind]
+    return actions
+
+
 def _one_forward_one_backward(r: int, p: int, m: int, v: int, ahead: int = 1, more: int = 0) -> list[Action]:
     """Each rank does `ahead` times the forwards that the stages behind it need, then one backward after each one."""
-    first = min(m, ahead * (p - 1 - r) + more)
-    actions = [Action(r, "F", i) for i in range(first)]
-    for i in range(m):
-        if first + i < m:
-            actions.append(Action(r, "F", first + i))
-        actions.append(Action(r, "B", i))
-    return actions
+    first, forwards = min(m, ahead * (p - 1 - r) + more), [Action(r, "F", i) for i in range(m)]
+    return _in_turns(forwards, first, ([Action(r, "B", i)] for i in range(m)))
 
 
 def _zero_bubble(r: int, p: int, m: int, v: int, ahead: int = 1) -> list[Action]:
     """As 1F1B, but the gradients of parameters come `ahead * r` micro-batches later, and fill the bubble at the end."""
     first, late = min(m, ahead * (p - 1 - r)), ahead * r
-    actions = [Action(r, "F", i) for i in range(first)]
-    for i in range(m):
-        if first + i < m:
-            actions.append(Action(r, "F", first + i))
-        actions.append(Action(r, "I", i))
-        if i >= late:
-            actions.append(Action(r, "W", i - late))
-    return actions + [Action(r, "W", i) for i in range(max(0, m - late), m)]
+    forwards, weights = ([Action(r, kind, i) for i in range(m)] for kind in "FW")
+    backwards = [[Action(r, "I", i), *([weights[i - late]] if i >= late else [])] for i in range(m)]
+    return _in_turns(forwards, first, backwards) + weights[max(0, m - late) :]
 
 
 def _interleaved(r: int, p: int, m: int, v: int, more: int = 0) -> list[Action]:
@@ -166,11 +164,8 @@ def _interleaved(r: int, p: int, m: int, v: int, more: int = 0) -> list[Action]:
     """
     groups = [range(start, start + p) for start in range(0, m, p)]
     forwards = [Action(c * p + r, "F", i) for group in groups for c in range(v) for i in group]
-    backwards = [Action(c * p + r, "B", i) for group in groups for c in reversed(range(v)) for i in group]
-    first = min(len(forwards), 2 * (p - 1 - r) + (v - 1) * p + more)
-    actions = forwards[:first]
-    for i, backward in enumerate(backwards):
-        actions += [*forwards[first + i : first + i + 1], backward]
+    backwards = [[Action(c * p + r, "B", i)] for group in groups for c in reversed(range(v)) for i in group]
+    actions = _in_turns(forwards, min(len(forwards), 2 * (p - 1 - r) + (v - 1) * p + more), backwards)
     return [action for action in actions if action.microbatch < m]
 
 

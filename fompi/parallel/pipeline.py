@@ -12,7 +12,6 @@ the methods of the stages. So it is verified, simulated and traced as every othe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from contextvars import Context, copy_context
 from typing import Any
 
@@ -23,21 +22,19 @@ from fompi.backends.cuda import backend_of
 from fompi.backends.numbers import for_numpy, place
 from fompi.backends.numpy import Numpy
 from fompi.base.call_options import of_carrier
-from fompi.base.errors import DtypeError, PlanError, ShapeError, StateError, TensorError, quoted
+from fompi.base.errors import DtypeError, PlanError, ShapeError, TensorError, quoted
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.parallel.arrays import borrow_any, lent
 from fompi.parallel.buckets import detached
 from fompi.parallel.orders import SCHEDULES, Action, Both, Step, order
 from fompi.parallel.pipeline_plan import PipelineProblem, evaluation, plan
-from fompi.parallel.section import confirmed
+from fompi.parallel.planned import PlannedStep
 from fompi.parallel.turns import interleave
 from fompi.plans.plan import Plan
-from fompi.runtime.binding import bind
 from fompi.runtime.executor import Executor
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
-from fompi.traces.trace import Trace
 
 __all__ = ["SCHEDULES", "Action", "Both", "Pipeline", "order", "plan"]
 
@@ -47,7 +44,7 @@ Key = tuple[int, int]
 """(stage, micro-batch)"""
 
 
-class Pipeline:
+class Pipeline(PlannedStep):
     """losses = [loss(stages[-1](... stages[0](x)), t) for x, t in zip(inputs, targets)], and their gradients
 
     `stages` are those of this rank: stage rank, then stage rank + ranks, and so on. All ranks have equally many; more
@@ -87,6 +84,8 @@ class Pipeline:
     Collective. Raises PlanError, ShapeError, DtypeError or MismatchError on all ranks if the arguments do not fit.
     """
 
+    _kind = "pipeline"
+
     def __init__(
         self,
         stages: Sequence[Any],
@@ -107,9 +106,9 @@ class Pipeline:
     ):
         carrier = Communicator.of(comm)
         wire, _ = of_carrier(carrier, wire)
-        self.comm = carrier.plain
+        super().__init__(carrier.plain)
         self.loss, self.dtype, self.framework, self.microbatches = loss, dtype, framework, microbatches
-        self.closed, self.checked, self._steps = False, checked, 0
+        self.checked = checked
         refusal, text = None, "a pipeline"
         try:
             self.stages = _listed(stages)
@@ -161,12 +160,12 @@ class Pipeline:
         if framework == "numpy" and device is not None:
             framework = "device" if device.key == "software" else "cupy"
         self._like = Tensor(None, dtype, framework, False, None)
-        self.executor = self._latest = self._bind(self.plan)
+        self.executor = self._bind_stages(self.plan)
         self._evaluation: Executor | None = None
 
-    def _bind(self, plan: Plan) -> Executor:
+    def _bind_stages(self, plan: Plan) -> Executor:
         used = {kernel.name: self._in_context(getattr(self, f"_{kernel.name}")) for kernel in plan.kernels}
-        return bind(plan, comm=self.comm, kernels=used, backend=self._backend)
+        return self._bind(plan, used, backend=self._backend)
 
     def _in_context(self, kernel: Callable[..., None]) -> Callable[..., None]:
         """The kernel with the modes of the caller of the step: `np.errstate`, and what else Python has in a context."""
@@ -215,23 +214,19 @@ class Pipeline:
         """
         self._begin()
         if self._evaluation is None:
-            self._evaluation = self._bind(evaluation(**self._how, placement=self.problem.placement))
+            self._evaluation = self._bind_stages(evaluation(**self._how, placement=self.problem.placement))
         self._refusal = self._accept("inputs", inputs, 0)
         return self._run(self._evaluation)
 
     def _begin(self) -> None:
-        if self.closed:
-            raise StateError("the pipeline is closed")
+        super()._begin()
         self._forget()
         self._context = copy_context()
-        self._steps += 1
 
     def _run(self, executor: Executor) -> list[Any] | None:
         """Run a plan whose arguments are accepted. The results are those of the last stage, on its rank."""
-        self._latest, work = executor, f"step {self._steps} of {self._latest.name}"
         try:
-            ending = confirmed(self.comm, f"{work}{self._mode}", executor) if self.checked else nullcontext()
-            with ending, self.comm.joint(work):
+            with self._step(executor, self._mode, self.checked):
                 executor()
                 if executor is self.executor:
                     self._pull_inputs()
@@ -271,11 +266,16 @@ class Pipeline:
     """How this rank runs the step, in words: all ranks must run it alike."""
 
     # -- the kernels of the plan
-    def _forward(self, args: Key, reads: Sequence[Any], writes: Sequence[Any]) -> None:
+    def _input(self, args: Key, reads: Sequence[Any]) -> Any:
+        """What a stage reads. Raises the error of wrong arguments."""
         if self._refusal is not None:
             raise self._refusal
         stage, i = args
-        result = self._by_number[stage].forward(self._lent(reads[0]) if stage else self._inputs[i])
+        return self._lent(reads[0]) if stage else self._inputs[i]
+
+    def _forward(self, args: Key, reads: Sequence[Any], writes: Sequence[Any]) -> None:
+        stage, i = args
+        result = self._by_number[stage].forward(self._input(args, reads))
         y, self._saved[args] = _pair(result, f"forward() of stage {stage}", "(y, saved)")
         if stage == self.problem.stages - 1:
             result = self.loss(y, self._targets[i])
@@ -284,10 +284,8 @@ class Pipeline:
             self._put(y, writes[0], f"y of stage {stage}, micro-batch {i},")
 
     def _evaluate(self, args: Key, reads: Sequence[Any], writes: Sequence[Any]) -> None:
-        if self._refusal is not None:
-            raise self._refusal
         number, i = args
-        stage, x = self._by_number[number], self._lent(reads[0]) if number else self._inputs[i]
+        stage, x = self._by_number[number], self._input(args, reads)
         if hasattr(stage, "evaluate"):
             y = stage.evaluate(x)
         else:
@@ -360,27 +358,6 @@ class Pipeline:
         if given.array.shape != slot.shape:
             raise ShapeError(f"{name} has the shape {given.array.shape}, but {slot.shape} was declared in activations")
         np.copyto(for_numpy(slot), given.array)
-
-    # -- after a step
-    @property
-    def trace(self) -> Trace:
-        """The Trace of the last step on this rank: forwards, backwards and messages. Or that of `forward`."""
-        return self._latest.trace
-
-    def close(self) -> None:
-        """Give the memory of the slots back."""
-        if not self.closed:
-            self.closed = True
-            self.executor.close()
-            if self._evaluation is not None:
-                self._evaluation.close()
-
-    def __enter__(self) -> Pipeline:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        if kind is None:
-            self.close()
 
 
 def _listed(stages: Any) -> list[Any]:

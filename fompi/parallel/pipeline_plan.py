@@ -6,10 +6,9 @@ slots of its declared shape:
 
 | buffer  | what it holds                                              | in use until                                 |
 |---------|------------------------------------------------------------|----------------------------------------------|
-| `aS_k`  | the input of stage S, for one of the micro-batches         | the backward of its weights is done          |
-| `oS_k`  | the output of stage S, on its way to another rank          | it is sent                                   |
-| `dS_k`  | the gradient of the output of stage S                      | the backward of its weights is done          |
-| `eS_k`  | the gradient of the input of stage S, on its way           | it is sent                                   |
+| `aS_k`  | the input of stage S, for one of the micro-batches         | the backward of its weights is done, or it   |
+|         |                                                            | is sent to the rank of stage S               |
+| `dS_k`  | the gradient of the output of stage S                      | the same                                     |
 | `sS_k`  | nothing: it stands for what the forward has saved          | its backward, or backward_input, is done     |
 | `rS_k`  | nothing: it stands for what backward_input leaves          | its backward_weight is done                  |
 | `gS`    | nothing: it stands for the gradients of the parameters, or | the end, where it has a term per micro-batch |
@@ -20,25 +19,22 @@ A receive is posted as soon as its slot is free. `SPARE` slots beyond those that
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
-from fompi.base.errors import PlanError, ShapeError
-from fompi.base.layout import MOST_NBYTES, Sizes, integer, itemsize, nbytes, number
+from fompi.base.errors import ShapeError
+from fompi.base.layout import MOST_NBYTES, integer, itemsize, nbytes
 from fompi.base.wires import wire_of
 from fompi.model.pipeline import rank_of, stages_of
-from fompi.parallel.orders import BOTH, SCHEDULES, Action, Both, Orders, Step, order, parts, placement_in
-from fompi.parallel.slots import Slots
+from fompi.parallel.orders import BOTH, KINDS, Action, Both, Orders, Step, order, parts, placement_in
+from fompi.parallel.stages import KEPT, Passed, StageWriter, name_of, passes, plan_of, seconds_of
 from fompi.plans.encoded import encoded
 from fompi.plans.kernels import Value, opaque, total
-from fompi.plans.plan import Chunk, Compute, Op, Plan, Program, Programs, Recv, Send, UserKernel, Workspace
+from fompi.plans.plan import Chunk, Compute, Plan, Program, UserKernel, Workspace
 from fompi.plans.problems import OwnProblem
-
-SPARE = 2
-"""Slots for messages beyond those that the order needs: one may arrive, and one may leave, while others are in use."""
 
 KERNELS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight", "E": "evaluate"}
 """The name of the kernel for each kind of action. E is a forward that keeps nothing for a backward."""
@@ -152,10 +148,9 @@ def plan(
     listed = order(schedule, ranks, microbatches, chunks)
     shapes = _shapes(activations, ranks * chunks)
     split = tuple(sorted((a.stage, a.microbatch) for steps in listed for a in parts(steps) if a.kind == "I"))
-    name = schedule if isinstance(schedule, str) and schedule in SCHEDULES else "own order"
     where = placement_in(listed, chunks)
     problem = PipelineProblem("pipeline", ranks, dtype, microbatches, shapes, split, where, wire=wire_of(wire, dtype))
-    return _plan(problem, listed, name, seconds or {})
+    return _plan(problem, listed, name_of(schedule), seconds or {})
 
 
 def evaluation(
@@ -185,35 +180,25 @@ def evaluation(
     ]
     if placement == "v":
         listed = [[*sorted(parts(a), key=lambda a: (a.stage + a.microbatch, -a.stage))] for a in listed]
-    given = {"E": (seconds or {})["F"]} if "F" in (seconds or {}) else {}
     shapes = _shapes(activations, ranks * chunks)
     problem = EvaluationProblem(
         "evaluation", ranks, dtype, microbatches, shapes, placement=placement, wire=wire_of(wire, dtype)
     )
-    return _plan(problem, listed, "in order", given)
+    return _plan(problem, listed, "in order", seconds or {})
 
 
 def _plan(problem: PipelineProblem, listed: Orders, name: str, seconds: Mapping[str, float | Sequence[float]]) -> Plan:
-    ranks, stages = problem.size, problem.stages
+    stages = problem.stages
     itemsize(problem.dtype)  # raises DtypeError for an unknown one
     if max((nbytes(shape, problem.dtype) for shape in problem.activations), default=0) >= MOST_NBYTES:
         raise ShapeError(
             f"activations of the shapes {problem.activations} in {problem.dtype} are too large for any memory"
         )
-    messages = _messages(listed, problem)
     used = {action.kind for steps in listed for action in parts(steps)}
     pairs = sorted({step.backward.kind for steps in listed for step in steps if isinstance(step, Both)})
     own = {k: UserKernel(name, _seconds(k, seconds, stages)) for k, name in KERNELS.items() if k in used}
     both = (UserKernel(_beside(k), _seconds(BOTH, seconds, stages), (own["F"], own[k])) for k in pairs)
-    kernels = (*own.values(), *both)
-
-    def write(rank: int) -> Program:
-        needed = _Writer(problem, listed[rank], rank, messages, {})
-        needed.program()
-        return _Writer(problem, listed[rank], rank, messages, needed.slots.most).program()
-
-    sizes, programs = Sizes(rows=(0,) * ranks), Programs(ranks, write)
-    plan = Plan(problem, name, (1,), sizes, programs, kernels=kernels, in_order=True)
+    plan = plan_of(problem, name, (*own.values(), *both), partial(_Writer, problem, listed))
     return encoded(plan, 1) if problem.wire else plan
 
 
@@ -243,104 +228,39 @@ def _shapes(activations: Sequence[Any], stages: int) -> tuple[Shape, ...]:
 
 def _seconds(kind: str, seconds: Mapping[str, float | Sequence[float]], stages: int) -> tuple[float, ...]:
     """The seconds of a kind of action, for all stages (one entry) or for each stage. Empty: they are not known."""
-    if not isinstance(seconds, Mapping):
-        raise PlanError(f"seconds={seconds!r} must map the actions F, B, I and W to their seconds")
-    if unknown := {*seconds} - {*KERNELS, BOTH}:
-        raise PlanError(f"seconds has {sorted(unknown)}, but the actions are F, B, I, W and {BOTH}")
-    given = seconds.get(kind)
-    if given is None:
-        if kind == "B" and {"I", "W"} <= {*seconds}:
-            both = [_seconds(part, seconds, stages) for part in "IW"]
-            count = max(map(len, both))
-            return tuple(sum(part[k % len(part)] for part in both) for k in range(count))
-        return ()
-    found = tuple(map(number, given if isinstance(given, Sequence) and not isinstance(given, str) else [given]))
-    if len(found) not in (1, stages) or any(s is None or s < 0 for s in found):
-        raise PlanError(f"seconds[{kind!r}]={given!r} must be a number >= 0, or one for each of the {stages} stages")
-    return found  # type: ignore[return-value]
+    found = seconds_of(seconds, "F" if kind == "E" else kind, (*KINDS, BOTH), stages, "stages")
+    if kind != "B" or found or not {"I", "W"} <= {*seconds}:
+        return found
+    both = [_seconds(part, seconds, stages) for part in "IW"]
+    return tuple(sum(part[k % len(part)] for part in both) for k in range(max(map(len, both))))
 
 
-Passed = tuple[str, int, int]
-"""What actions hand to others: ("a", stage, micro-batch) is the input of a stage, "d" the gradient of its output."""
+class _Writer(StageWriter):
+    """Writes the program of one rank: a call for each action, or for two that run side by side."""
 
+    problem: PipelineProblem
 
-def _passes(action: Action, stages: int) -> Passed | None:
-    """What the action hands on to another stage."""
-    stage, kind, i = action
-    if kind in "FE" and stage + 1 < stages:
-        return ("a", stage + 1, i)
-    return ("d", stage - 1, i) if kind in "BI" and stage else None
-
-
-def _messages(orders: Orders, problem: PipelineProblem) -> dict[tuple[int, int], list[Passed]]:
-    """What travels from a rank to another one, in the order in which it is made."""
-    found: defaultdict[tuple[int, int], list[Passed]] = defaultdict(list)
-    for rank, steps in enumerate(orders):
-        for action in parts(steps):
-            passed = _passes(action, problem.stages)
-            if passed is not None and (dest := problem.rank_of(passed[1])) != rank:
-                found[rank, dest].append(passed)
-    return found
-
-
-class _Writer:
-    """Writes the program of one rank.
-
-    A message is received in the order in which its source sends, and before the action that needs it. `counts` is the
-    number of slots of each kind (`Slots`).
-    """
-
-    def __init__(
-        self,
-        problem: PipelineProblem,
-        steps: Sequence[Step],
-        rank: int,
-        messages: Mapping[tuple[int, int], Sequence[Passed]],
-        counts: Mapping[str, int],
-    ):
-        self.problem, self.steps, self.rank = problem, steps, rank
-        self.arriving = {source: deque(sent) for (source, dest), sent in messages.items() if dest == rank}
-        self.work = problem.workspace(rank, 1)
-        many = {kind: count + SPARE * (kind[0] not in "sr") for kind, count in counts.items()}
-        self.slots = Slots(self.work, problem.dtype, many)
-        self.held: dict[Passed, Chunk] = {}
+    def __init__(self, problem: PipelineProblem, orders: Orders, rank: int, counts: Mapping[str, int]):
+        super().__init__(problem, orders, rank, problem.workspace(rank, 1), counts)
+        self.kept: dict[tuple[str, int, int], Chunk] = {}  # what a forward or the first part of a backward leaves
         self.begun: set[int] = set()  # the stages whose gradients have their first term
-        self.ops: list[Op] = []
 
     def program(self) -> Program:
         for step in self.steps:
             self._write(parts([step]))
         return self.work.program(self.ops)
 
-    def _shape(self, kind: str, stage: int) -> Shape:
-        if kind in "sr":
-            return (0,)
-        return self.problem.activations[stage - (kind in "ae")]
+    def slots_of(self, passed: Passed) -> list[Chunk]:
+        return [self._slot(*passed[:2])]
 
-    def _take(self, kind: str, stage: int, i: int) -> Chunk:
-        """A free slot for this value."""
-        self.held[kind, stage, i] = slot = self.slots.take(f"{kind}{stage}", self._shape(kind, stage))
+    def _slot(self, kind: str, stage: int) -> Chunk:
+        shape = (0,) if kind in KEPT else self.problem.activations[stage - (kind == "a")]
+        return self.slots.take(f"{kind}{stage}", shape)
+
+    def _keep(self, kind: str, stage: int, i: int) -> Chunk:
+        """A slot that stands for what the action keeps for another one."""
+        self.kept[kind, stage, i] = slot = self._slot(kind, stage)
         return slot
-
-    def _drop(self, kind: str, stage: int, i: int) -> None:
-        self.slots.drop(self.held.pop((kind, stage, i)))
-
-    def _arrive(self, wanted: Passed) -> Chunk:
-        """The slot of a value that another action has made. It is received first, if it comes from another rank."""
-        kind, stage, _ = wanted
-        source = self.problem.rank_of(stage + (1 if kind == "d" else -1))
-        while wanted not in self.held:
-            arrived = self.arriving[source].popleft()
-            self.ops.append(Recv(source, self._take(*arrived)))
-        return self.held[wanted]
-
-    def _hand_on(self, action: Action) -> Chunk:
-        """The slot for what the action hands on to a stage here or on another rank."""
-        passed = _passes(action, self.problem.stages)
-        assert passed is not None
-        if self.problem.rank_of(passed[1]) == self.rank:
-            return self._take(*passed)
-        return self._take("o" if action.kind in "FE" else "e", action.stage, action.microbatch)
 
     def _write(self, actions: Sequence[Action]) -> None:
         """One action, or two that run side by side."""
@@ -352,10 +272,7 @@ class _Writer:
             op = Compute(_beside(actions[1].kind), reads, writes, (*args, *counts))
         self.ops.append(op)
         for action, call in zip(actions, calls, strict=True):
-            passed = _passes(action, self.problem.stages)
-            if passed is not None and (dest := self.problem.rank_of(passed[1])) != self.rank:
-                self.ops.append(Send(dest, call.writes[0]))
-                self._drop("o" if action.kind in "FE" else "e", action.stage, action.microbatch)
+            self.hand_on(action, [*call.writes[:1]])
         for action in actions:
             self._drop_read(action)
 
@@ -365,21 +282,17 @@ class _Writer:
         first, last = stage == 0, stage == self.problem.stages - 1
         reads: list[Chunk] = []
         if kind not in "FE" and not last:
-            reads.append(self._arrive(("d", stage, i)))
+            reads += self.arrive(("d", stage, i))
         if not first:
-            reads.append(self._arrive(("a", stage, i)))
+            reads += self.arrive(("a", stage, i))
         if kind in "BI":
-            reads.append(self.held["s", stage, i])
-        writes = []
-        if _passes(action, self.problem.stages) is not None:
-            writes.append(self._hand_on(action))
-        if kind == "F":
-            writes.append(self._take("s", stage, i))
-        elif kind == "I":
-            writes.append(self._take("r", stage, i))
+            reads.append(self.kept["s", stage, i])
+        writes = [] if (passed := passes(action, self.problem.stages)) is None else self.slots_of(passed)
+        if kind in "FI":
+            writes.append(self._keep("s" if kind == "F" else "r", stage, i))
         else:
             if kind == "W":
-                reads.append(self.held["r", stage, i])
+                reads.append(self.kept["r", stage, i])
             sum_so_far = self.work[f"g{stage}"][:]
             if stage in self.begun:
                 reads.append(sum_so_far)
@@ -390,11 +303,9 @@ class _Writer:
     def _drop_read(self, action: Action) -> None:
         """The slots that the action was the last one to read."""
         stage, kind, i = action
-        first, last = stage == 0, stage == self.problem.stages - 1
         if kind in "BI":
-            self._drop("s", stage, i)
-        if kind in "BW":
-            for name in ["d"] * (not last) + ["a"] * (not first) + ["r"] * (kind == "W"):
-                self._drop(name, stage, i)
-        if kind == "E" and not first:
-            self._drop("a", stage, i)
+            self.drop(self.kept.pop(("s", stage, i)))
+        if kind == "W":
+            self.drop(self.kept.pop(("r", stage, i)))
+        if kind in "BWE":
+            self.drop(*self.held.pop(("d", stage, i), ()), *self.held.pop(("a", stage, i), ()))

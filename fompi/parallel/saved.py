@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -11,22 +11,34 @@ from fompi.backends.numbers import empty, filled, narrow, place, upload, widen
 from fompi.base.differences import detail
 from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import offsets, split
+from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.ops.operations import all_gather, all_reduce
 from fompi.parallel import section
 from fompi.parallel.arrays import borrow_any, call, check_place, lent, same_bits
 from fompi.parallel.buckets import MOST_NAMED, Bucket, detached
-from fompi.parallel.optimizers import MASTER
-
-if TYPE_CHECKING:
-    from fompi.parallel.data import DataParallel
+from fompi.parallel.optimizers import MASTER, State
 
 Array = np.ndarray[Any, Any]
 Saved = dict[str, dict[str, Any]]
 
 
+class Parts(Protocol):
+    """What a `DataParallel` has on this rank."""
+
+    comm: Communicator
+    zero: int
+    buckets: list[Bucket]
+    feedback: bool
+    weight: float
+    _states: dict[str, State]
+    _index: dict[str, int]
+
+    def _others(self) -> Iterable[Communicator]: ...
+
+
 @section.in_section("state_dict of DataParallel")
-def whole_state(dp: DataParallel, parameters: bool, rank0_only: bool) -> Saved:
+def whole_state(dp: Parts, parameters: bool, rank0_only: bool) -> Saved:
     """The state of the optimizer, and the parameters, in the shapes of the parameters."""
     names = [name for bucket in dp.buckets for name in bucket.names]
     kinds = [(name, key, _is_spread(dp, name, key)) for name in names for key in _kept(dp, name)]
@@ -58,7 +70,7 @@ def whole_state(dp: DataParallel, parameters: bool, rank0_only: bool) -> Saved:
     return whole if keeps else {}
 
 
-def load_state(dp: DataParallel, state: Mapping[str, Any]) -> None:
+def load_state(dp: Parts, state: Mapping[str, Any]) -> None:
     """Take the parts of this rank. All ranks have the same state, or refuse it together."""
     taken: dict[str, dict[str, Any]] = {}
     values: dict[str, Array] = {}
@@ -94,9 +106,7 @@ def load_state(dp: DataParallel, state: Mapping[str, Any]) -> None:
             bucket.carry()
 
 
-def _read(
-    dp: DataParallel, state: Mapping[str, Any]
-) -> tuple[dict[str, dict[str, Any]], dict[str, Array], dict[str, Array]]:
+def _read(dp: Parts, state: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Array], dict[str, Array]]:
     """What the optimizer keeps, the parameters and what messages have lost, by name: whole arrays that fit."""
     if not isinstance(state, Mapping) or "optimizer" not in state:
         raise LayoutError("the state must be what state_dict() has returned, with the key 'optimizer'")
@@ -115,7 +125,7 @@ def _read(
     return taken, values, lost
 
 
-def _all_lost(dp: DataParallel, bucket: Bucket) -> dict[str, Any]:
+def _all_lost(dp: Parts, bucket: Bucket) -> dict[str, Any]:
     """What the messages of all ranks have lost of the gradient with which they update: of the mean, or of the sum."""
     assert bucket.feedback is not None
     total = bucket.feedback.lost
@@ -127,7 +137,7 @@ def _all_lost(dp: DataParallel, bucket: Bucket) -> dict[str, Any]:
     return {name: lent(array, bucket.likes[name], bucket.wide) for name, array in found.items()}
 
 
-def _own_lost(dp: DataParallel, bucket: Bucket, whole: Mapping[str, Array]) -> Array:
+def _own_lost(dp: Parts, bucket: Bucket, whole: Mapping[str, Array]) -> Array:
     """What one rank takes of that, and adds to its next gradient: of each part the rank that does not round it."""
     mine = filled(bucket.size, bucket.wide, 0, bucket.master)
     if whole and all(axis.rank == 0 for axis in dp._others()):
@@ -137,20 +147,20 @@ def _own_lost(dp: DataParallel, bucket: Bucket, whole: Mapping[str, Array]) -> A
     return mine
 
 
-def _kept(dp: DataParallel, name: str) -> dict[str, Any]:
+def _kept(dp: Parts, name: str) -> dict[str, Any]:
     """What the optimizer keeps for the part of this rank, and its float32 copy."""
     bucket = dp.buckets[dp._index[name]]
     master = {} if bucket.master is bucket.shard else {MASTER: bucket.master[bucket.own(name)]}
     return dp._states[name] | master
 
 
-def _is_spread(dp: DataParallel, name: str, key: str) -> bool:
+def _is_spread(dp: Parts, name: str, key: str) -> bool:
     """True if the ranks have parts of this value, as they have of the parameter."""
     value, own = _kept(dp, name)[key], dp.buckets[dp._index[name]].own(name)
     return bool(getattr(value, "shape", None) == (own.stop - own.start,))
 
 
-def _gathered(dp: DataParallel, bucket: Bucket, own: dict[str, Array]) -> dict[str, Array]:
+def _gathered(dp: Parts, bucket: Bucket, own: dict[str, Array]) -> dict[str, Array]:
     """The whole values, from the parts of each rank. One message for all values of a bucket."""
     if not own:
         return {}
@@ -169,7 +179,7 @@ def _gathered(dp: DataParallel, bucket: Bucket, own: dict[str, Array]) -> dict[s
     return found
 
 
-def _check_names(what: str, dp: DataParallel, given: Any) -> None:
+def _check_names(what: str, dp: Parts, given: Any) -> None:
     if not isinstance(given, Mapping):
         raise LayoutError(f"the {what} in the state must be a mapping, not {type(given).__name__}")
     for kind, names in (
@@ -180,7 +190,7 @@ def _check_names(what: str, dp: DataParallel, given: Any) -> None:
             raise LayoutError(f"the {what} in the state: {len(names)} {kind} names: {', '.join(names[:MOST_NAMED])}")
 
 
-def _fitting(dp: DataParallel, bucket: Bucket, name: str, given: Any) -> dict[str, Any]:
+def _fitting(dp: Parts, bucket: Bucket, name: str, given: Any) -> dict[str, Any]:
     """What the optimizer keeps for a parameter, with whole arrays."""
     own = _kept(dp, name)
     wanted = {key for key in own if key != MASTER}

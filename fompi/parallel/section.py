@@ -18,18 +18,18 @@ import copy
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter, sleep
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from fompi.base.errors import FompiError, PeerError, in_words, of_signature
+from fompi.base.errors import PeerError, in_words, of_signature
 from fompi.engine.communicator import Communicator
 from fompi.engine.control import ENDED, ORDINAL_BITS, Channel, Ended
 from fompi.engine.engine import LATE_SECONDS, Engine
-from fompi.engine.handshake import Agreement, agree
+from fompi.engine.handshake import Agreement
 from fompi.ops import messages
 
 P = ParamSpec("P")
@@ -266,27 +266,6 @@ def in_section(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return run
 
     return decorate
-
-
-@contextmanager
-def confirmed(comm: Communicator, work: str, executor: Any) -> Iterator[None]:
-    """The call of `executor` inside ends well on all ranks, or all raise an error. Collective.
-
-    A rank that had done its part before another one failed raises a PeerError.
-    """
-    end = f"the end of {work}"
-    try:
-        yield
-    except BaseException as error:
-        is_own = executor.failed_here
-        if isinstance(error, Exception) or is_own:  # who interrupts a wait does not wait for others
-            is_theirs = isinstance(error, PeerError) and error.origin >= 0 and not is_own
-            with suppress(FompiError):  # the error of the work says more
-                agree(comm, end, value=1 + (error.origin if is_theirs else comm.rank))  # type: ignore[attr-defined]
-        raise
-    if (known := max(agree(comm, end))) > 0:
-        text = f"rank {known - 1} failed in {work}, after this rank had done its part. The error there says why"
-        raise PeerError(text, known - 1)
 
 
 def has_ended(error: BaseException) -> bool:

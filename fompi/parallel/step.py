@@ -18,21 +18,18 @@ from typing import Any
 
 import numpy as np
 
-from fompi.base.errors import DtypeError, PlanError, ShapeError, StateError
-from fompi.base.layout import offsets
-from fompi.engine.communicator import Communicator
+from fompi.base.errors import DtypeError, PlanError, ShapeError
+from fompi.base.layout import in_common, offsets
 from fompi.engine.handshake import agree
 from fompi.ops.operations import all_gather
 from fompi.parallel.arrays import Array
 from fompi.parallel.optimizers import State, state_of, update
 from fompi.parallel.orders import Step
-from fompi.parallel.section import confirmed
+from fompi.parallel.planned import PlannedStep
 from fompi.parallel.step_layers import Gradients, form_of
 from fompi.parallel.step_plan import KERNELS, plan
 from fompi.parallel.step_problem import KINDS, LayerForm, StepProblem
 from fompi.plans.plan import Plan
-from fompi.runtime.binding import bind
-from fompi.traces.trace import Trace
 
 Args = tuple[int, ...]
 
@@ -44,15 +41,7 @@ def _write(out: Array, value: Array, what: str) -> None:
     out[...] = value
 
 
-def _write_gradient(number: int, layer: Any, out: Array, dx: Array | None) -> None:
-    """Write the gradient of the input of a layer. None: the layer does not read it, as the first one may do."""
-    if dx is None and number and not layer.residual:
-        words = "so those before it have no gradients, but a step would give them zeros, with which weights decay"
-        raise PlanError(f"layer {number} does not read its input, {words}: add 0 * x to its output if that is right")
-    _write(out, np.zeros_like(out) if dx is None else dx, f"layer {number}: the gradient of its input")
-
-
-class TrainingStep:
+class TrainingStep(PlannedStep):
     """losses = loss of all layers; parameters -= the update of the sum of their gradients over all micro-batches
 
     `mesh` are the sizes of the axes dp, tp and pp, whose product is that of `comm`: tp innermost, pp outermost. The
@@ -68,6 +57,8 @@ class TrainingStep:
     Collective. Raises PlanError, LayoutError, ShapeError or MismatchError on all ranks if the arguments do not fit.
     """
 
+    _kind = "training step"
+
     def __init__(
         self,
         make: Callable[[int], Any],
@@ -80,8 +71,8 @@ class TrainingStep:
         schedule: str | Sequence[Sequence[Step | str]] = "1f1b",
         **form: Any,
     ):
-        self.comm = Communicator.of(comm)
-        self.loss, self.optimizer, self.closed = loss, optimizer, False
+        super().__init__(comm)
+        self.loss, self.optimizer = loss, optimizer
         self.layers: dict[int, Any] = {}
         refusal: Exception | None = None
         known, kinds = np.zeros((layers, 4), np.int64), [*KINDS]  # of each layer here: what its form says
@@ -106,13 +97,14 @@ class TrainingStep:
         self.plan: Plan = plan(schedule, mesh=mesh, layers=forms, **form)
         self.problem = self.plan.problem
         self.d, self.t, _ = self.problem.place(self.comm.rank)
+        self._pieces = {number: self._cut_up(number) for number in self.layers}
         self.shards = {number: self._shard(number) for number in self.layers}
         """The part of the parameters of each layer that this rank keeps, flat. A step writes it."""
         dtype, own = self.problem.dtype, {number: self._own(number) for number in self.shards}
         self.states = {n: [state_of(optimizer, shard[at], dtype) for at in own[n]] for n, shard in self.shards.items()}
         """What the optimizer keeps for the part of each parameter of each layer. A step writes it."""
         self._before: dict[int, tuple[Array, list[State]]] = {}  # of layers that this step has updated
-        self._is_undone, self._steps = False, 0
+        self._is_undone = False
         self._rows = offsets(self.problem.halves)
         self._forget()
         kernels = {name: getattr(self, f"_{name}") for name in KERNELS}
@@ -123,7 +115,7 @@ class TrainingStep:
         }
         self.gather()
         given: dict[str, Any] = {f"p{number}": shard for number, shard in self.shards.items()} | self._others
-        self.executor = bind(self.plan, comm=self.comm, kernels=kernels, **given)
+        self.executor = self._bind(self.plan, kernels, **given)
 
     def gathered(self) -> dict[int, list[Array]]:
         """The parameters of the layers of this rank, whole, as they are after the last step. Collective."""
@@ -154,27 +146,28 @@ class TrainingStep:
         ends, part = offsets(self.problem.shares(number)), self.problem.part(number, self.comm.rank)
         return flat[ends[part] : ends[part + 1]].astype(self.problem.dtype)
 
+    def _cut_up(self, number: int) -> list[list[tuple[slice, slice]]]:
+        """For each part of the parameters of a layer, and each parameter: where it is there, and what of it."""
+        spans = [*pairwise(offsets(w.size for w in self.layers[number].parameters))]
+        parts = pairwise(offsets(self.problem.shares(number)))
+        return [[in_common(part, span) for span in spans] for part in parts]
+
     def _own(self, number: int) -> list[slice]:
         """The part of each parameter of a layer that this rank keeps: slices of its shard."""
-        ends, part = offsets(self.problem.shares(number)), self.problem.part(number, self.comm.rank)
-        low, high = ends[part : part + 2]
-        spans = pairwise(offsets(w.size for w in self.layers[number].parameters))
-        return [slice(*(min(max(i, low), high) - low for i in span)) for span in spans]
+        return [at for at, _ in self._pieces[number][self.problem.part(number, self.comm.rank)]]
 
     # -- a step
     def __call__(self, inputs: Sequence[Array] | None = None, targets: Sequence[Array] | None = None) -> Any:
         """One step. `inputs` are those of the micro-batches of this rank of dp, on the ranks of the first stage: the
         rows of this rank. `targets` belong to the same rows, on the ranks of the last stage. Returns the losses there.
         """
-        if self.closed:
-            raise StateError("the training step is closed")
+        self._begin()
         if self._is_undone:
             self.gather()  # others may have what was undone
         self._forget()
-        self._inputs, self._targets, self._steps, self._is_undone = inputs, targets, self._steps + 1, True
+        self._inputs, self._targets, self._is_undone = inputs, targets, True
         try:
-            work = f"training step {self._steps}"
-            with confirmed(self.comm, work, self.executor), self.comm.joint("a training step"):
+            with self._step(self.executor):
                 self.executor()
         except BaseException:
             for number, (shard, states) in self._before.items():
@@ -223,34 +216,31 @@ class TrainingStep:
 
     def _add(self, number: int, gradients: Gradients, sums: Sequence[Array], has_terms: bool) -> None:
         """Add the gradients of the weights to the sums so far, of each part of the parameters."""
-        shares, first, parameters = self.problem.shares(number), 0, self.layers[number].parameters
+        parameters = self.layers[number].parameters
         if len(gradients) != len(parameters):
             raise ShapeError(
                 f"layer {number} has {len(parameters)} parameters, but returned {len(gradients)} gradients"
             )
-        for out, count in zip(sums, shares, strict=True):
-            used = [gradient is not None for gradient in gradients]
+        used = [gradient is not None for gradient in gradients]
+        for out, count, pieces in zip(sums, self.problem.shares(number), self._pieces[number], strict=True):
             out[count:] = out[count:] + used if has_terms else used
-        for w, gradient in zip(parameters, gradients, strict=True):
-            last = first + w.size
-            for out, (begin, end) in zip(sums, pairwise(offsets(shares)), strict=True):
-                low, high = max(first, begin), min(last, end)
-                if low >= high:
-                    continue
-                into = out[low - begin : high - begin]
+            for w, gradient, (at, elements) in zip(parameters, gradients, pieces, strict=True):
+                into = out[at]
                 if gradient is None:
-                    into[...] = into if has_terms else 0
-                else:
-                    if gradient.size != w.size:
-                        raise ShapeError(
-                            f"layer {number}: a gradient is of the shape {gradient.shape}, its parameter {w.shape}"
-                        )
-                    term = gradient.reshape(-1)[low - first : high - first]
-                    into[...] = into + term if has_terms else term
-            first = last
+                    if not has_terms:
+                        into[...] = 0
+                    continue
+                if gradient.size != w.size:
+                    raise ShapeError(
+                        f"layer {number}: a gradient is of the shape {gradient.shape}, its parameter {w.shape}"
+                    )
+                term = gradient.reshape(-1)[elements]
+                into[...] = into + term if has_terms else term
 
-    def _parts(self, number: int) -> int:
-        return len(self.problem.shares(number))
+    def _given(self, number: int, rest: Sequence[Array]) -> tuple[list[Array], bool]:
+        """The parameters of a layer, whose parts come first in `rest`, and whether sums of gradients follow there."""
+        parts = len(self.problem.shares(number))
+        return self._weights(number, rest[:parts]), len(rest) > parts
 
     # -- the kernels of the plan: the first and the last layer
     def _input(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
@@ -280,41 +270,55 @@ class TrainingStep:
 
     def _loss_backward(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
         last, (_, _, *rest) = len(self.problem.layers) - 1, reads
-        parts = self._parts(last)
-        gradients = self.layers[last].backward(self._weights(last, rest[:parts]), self._saved.pop(("loss", *args)))
-        self._add(last, gradients, writes, len(rest) > parts)
+        weights, has_terms = self._given(last, rest)
+        self._add(last, self.layers[last].backward(weights, self._saved.pop(("loss", *args))), writes, has_terms)
 
     def _embed_backward(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
         dx, _, *rest = reads
-        parts = self._parts(0)
-        weights = self._weights(0, rest[:parts])
-        self._add(0, self.layers[0].backward(weights, self._saved.pop(("embed", *args)), dx), writes, len(rest) > parts)
+        weights, has_terms = self._given(0, rest)
+        self._add(0, self.layers[0].backward(weights, self._saved.pop(("embed", *args)), dx), writes, has_terms)
 
     def _input_backward(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
         batch, _, h = args
         i = batch - self.d * self.problem.microbatches
         self._gradients[i][self._rows[h] : self._rows[h + 1]] = reads[0]
 
-    # -- layers of single rows
-    def _forward(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
+    # -- layers in the middle
+    def _put(self, args: Args, what: str, out: Array, term: Array, around: Array) -> None:
+        """Write the term of this rank for some rows. Their owner adds what goes around the layer, once."""
         number, _, place, _ = args
+        _write(out, term, f"layer {number}{what}")
+        if self.layers[number].residual and place == self.t:
+            out[...] += around
+
+    def _put_gradient(self, args: Args, out: Array, dx: Array | None, dy: Array) -> None:
+        """The same for the gradient of the input. None: the layer does not read it, as the first one may do."""
+        if dx is None and args[0] and not self.layers[args[0]].residual:
+            words = "so those before it have no gradients, but a step would give them zeros, with which weights decay"
+            raise PlanError(
+                f"layer {args[0]} does not read its input, {words}: add 0 * x to its output if that is right"
+            )
+        self._put(args, ": the gradient of its input", out, np.zeros_like(out) if dx is None else dx, dy)
+
+    def _pull(self, args: Args, name: str, given: Sequence[Any], rest: Sequence[Array], sums: Sequence[Array]) -> Any:
+        """The gradient that a function of a layer returns. Those of the weights are added to the sums.
+
+        `rest` are the parts of the parameters, and then the sums so far.
+        """
+        weights, has_terms = self._given(args[0], rest)
+        found, gradients = getattr(self.layers[args[0]], name)(weights, *given)
+        self._add(args[0], gradients, sums, has_terms)
+        return found
+
+    def _forward(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
         x, *parts = reads
-        layer = self.layers[number]
-        y, self._saved[args] = layer.forward(self._weights(number, parts), x)
-        _write(writes[0], y, f"layer {number}.forward")
-        if layer.residual and place == self.t:  # the owner of the rows adds them once
-            writes[0][...] += x
+        y, self._saved[args] = self.layers[args[0]].forward(self._weights(args[0], parts), x)
+        self._put(args, ".forward", writes[0], y, x)
 
     def _backward(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        number, _, place, _ = args
         dy, _, _, *rest = reads
-        layer, parts = self.layers[number], self._parts(number)
-        weights = self._weights(number, rest[:parts])
-        dx, gradients = layer.backward(weights, self._saved.pop(args), dy)
-        _write_gradient(number, layer, writes[0], dx)
-        if layer.residual and place == self.t:
-            writes[0][...] += dy
-        self._add(number, gradients, writes[1:], len(rest) > parts)
+        dx = self._pull(args, "backward", (self._saved.pop(args), dy), rest, writes[1:])
+        self._put_gradient(args, writes[0], dx, dy)
 
     # -- attention: what stays on this rank is in `_local`
     def _places(self, number: int, batch: int) -> list[Args]:
@@ -333,18 +337,14 @@ class TrainingStep:
 
     def _output(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
         x, _, *parts = reads
-        layer, o = self.layers[args[0]], self._local.pop(("o", *args))
-        y, self._saved["output", *args] = layer.output(self._weights(args[0], parts), o)
-        _write(writes[0], y, f"layer {args[0]}.output")
-        if layer.residual and args[2] == self.t:
-            writes[0][...] += x
+        weights, o = self._weights(args[0], parts), self._local.pop(("o", *args))
+        y, self._saved["output", *args] = self.layers[args[0]].output(weights, o)
+        self._put(args, ".output", writes[0], y, x)
 
     def _output_backward(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
         dy, _, *rest = reads
-        parts, saved = self._parts(args[0]), self._saved.pop(("output", *args))
-        weights = self._weights(args[0], rest[:parts])
-        self._local["do", *args], gradients = self.layers[args[0]].output_backward(weights, saved, dy)
-        self._add(args[0], gradients, writes[1:], len(rest) > parts)
+        given = self._saved.pop(("output", *args)), dy
+        self._local["do", *args] = self._pull(args, "output_backward", given, rest, writes[1:])
 
     def _attention_backward(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
         places = self._places(*args)
@@ -354,13 +354,9 @@ class TrainingStep:
 
     def _qkv_backward(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
         dy, _, _, _, *rest = reads
-        layer, parts = self.layers[args[0]], self._parts(args[0])
-        saved, dqkv = self._saved.pop(("qkv", *args)), self._local.pop(("dqkv", *args))
-        dx, gradients = layer.qkv_backward(self._weights(args[0], rest[:parts]), saved, dqkv)
-        _write_gradient(args[0], layer, writes[0], dx)
-        if layer.residual and args[2] == self.t:
-            writes[0][...] += dy
-        self._add(args[0], gradients, writes[1:], len(rest) > parts)
+        given = self._saved.pop(("qkv", *args)), self._local.pop(("dqkv", *args))
+        dx = self._pull(args, "qkv_backward", given, rest, writes[1:])
+        self._put_gradient(args, writes[0], dx, dy)
 
     # -- parameters
     def _update(self, args: Args, reads: Sequence[Array], writes: Sequence[Array]) -> None:
@@ -371,22 +367,3 @@ class TrainingStep:
         for own, state, is_used in zip(self._own(number), self.states[number], used, strict=True):
             if is_used:
                 update(self.optimizer, p[own], reads[0][own], state, self.problem.dtype)
-
-    # -- after a step
-    @property
-    def trace(self) -> Trace:
-        """The Trace of the last step on this rank: kernels and messages of all axes."""
-        return self.executor.trace
-
-    def close(self) -> None:
-        """Give the memory of the plan back."""
-        if not self.closed:
-            self.closed = True
-            self.executor.close()
-
-    def __enter__(self) -> TrainingStep:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        if kind is None:
-            self.close()

@@ -30,15 +30,15 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from fompi.base.errors import LayoutError, PlanError
-from fompi.base.layout import Sizes, accumulator, integer, itemsize
-from fompi.model.pipeline import SCHEDULES
-from fompi.parallel.orders import Action, Step, order, parts, placement_in
-from fompi.parallel.slots import Slots
+from fompi.base.layout import accumulator, integer, itemsize
+from fompi.parallel.orders import Action, Orders, Step, order, parts, placement_in
+from fompi.parallel.stages import Passed, StageWriter, name_of, plan_of, seconds_of
 from fompi.parallel.step_problem import KINDS, LayerForm, StepProblem
-from fompi.plans.plan import Chunk, Compute, Op, Plan, Program, Programs, Recv, Send, UserKernel
+from fompi.plans.plan import Chunk, Compute, Plan, Program, Recv, Send, UserKernel
 
 FORWARDS = ("forward", "qkv", "attention", "output")
 """The kernels of a layer in the middle, whose first argument is the layer. Each one has a backward."""
@@ -86,14 +86,7 @@ def plan(
     problem = StepProblem("training step", dp * tp * pp, dtype, axes, microbatches, *form)  # type: ignore[arg-type]
     kernels = tuple(UserKernel(name, _seconds(name, seconds or {}, problem)) for name in KERNELS)
 
-    def write(rank: int) -> Program:
-        needed = _StepWriter(problem, listed, rank, {})
-        needed.program()
-        return _StepWriter(problem, listed, rank, needed.slots.most).program()
-
-    size, name = problem.size, schedule if isinstance(schedule, str) and schedule in SCHEDULES else "own order"
-    sizes = Sizes(rows=(0,) * size)
-    return Plan(problem, name, (1,), sizes, Programs(size, write), kernels=kernels, in_order=True)
+    return plan_of(problem, name_of(schedule), kernels, partial(_StepWriter, problem, listed))
 
 
 def _forms(layers: Sequence[int | LayerForm], stages: int) -> tuple[LayerForm, ...]:
@@ -115,49 +108,41 @@ def _seconds(name: str, seconds: Mapping[str, float | Sequence[float]], problem:
         return ()
     layers, halves = len(problem.layers), len(problem.halves)
     kind = "U" if name == "update" else "B" if name.endswith("backward") else "F"
-    given = seconds.get(kind, 0.0)
-    listed = [given] * layers if isinstance(given, (int, float)) else [*given]
-    if len(listed) != layers:
-        raise PlanError(f"seconds[{kind!r}] must be a number, or one for each of {layers} layers")
+    found = seconds_of(seconds, kind, "FBU", layers, "layers") or (0.0,)
+    listed = found * (layers // len(found))
     if name == "update":
-        return tuple(map(float, listed))
+        return listed
     if name in ("input", "input_backward"):
         return (0.0,)
     if name in ("embed", "embed_backward", "loss", "loss_backward"):
         form, each = (problem.layers[0], listed[0]) if name.startswith("embed") else (problem.layers[-1], listed[-1])
-        return (float(each) / halves if form.replicated else 0.0,)
+        return (each / halves if form.replicated else 0.0,)
     whole = name.partition("_")[0]
     calls = 1 if whole == "attention" else problem.axes[1] * halves
     thirds = 3 if whole in ("qkv", "attention", "output") else 1
-    return tuple(float(s) / calls / thirds for s in listed)
+    return tuple(s / calls / thirds for s in listed)
 
 
-SPARE = 2
-"""Slots of each kind beyond those that are needed, so that messages may come early."""
+class _StepWriter(StageWriter):
+    """Writes the program of one rank: actions layer by layer, with what travels on tp and dp."""
 
+    problem: StepProblem
 
-class _StepWriter:
-    """Writes the program of one rank. `counts`: how many slots there are of each kind (`Slots`)."""
-
-    def __init__(self, problem: StepProblem, orders: Sequence[Sequence[Step]], rank: int, counts: Mapping[str, int]):
-        self.problem, self.orders, self.rank = problem, orders, rank
-        self.d, self.t, self.p = problem.place(rank)
-        self.work, self.wide = problem.workspace(rank, 1), accumulator(problem.dtype)
-        self.slots = Slots(self.work, problem.dtype, {kind: count + SPARE for kind, count in counts.items()})
-        self.ops: list[Op] = []
+    def __init__(self, problem: StepProblem, orders: Orders, rank: int, counts: Mapping[str, int]):
+        self.rank, (self.d, self.t, place) = rank, problem.place(rank)
+        super().__init__(problem, orders, place, problem.workspace(rank, 1), counts)
+        self.wide = accumulator(problem.dtype)
         self.dropped = deque[list[Chunk]]([[], []])
         self.weights: dict[int, list[Chunk]] = {}
         self.gradients: dict[int, list[Chunk]] = {}
         self.summed: list[int] = []  # layers whose gradients are on their way
         self.kept: dict[tuple[int, int], dict[tuple[int, int], list[Chunk]]] = {}
-        self.held: dict[tuple[str, int, int], Halves] = {}
         self.done: defaultdict[int, int] = defaultdict(int)  # the backwards of each stage
         self.deferred = deque[tuple[int, int, Chunk, Chunk]]()  # losses whose parameters wait for their gradients
-        self.arriving = {p: self._sent(steps) for p, steps in enumerate(orders)}
         self.head = len(problem.layers) - 1 if problem.layers[-1].kind == "head" else None
 
     def program(self) -> Program:
-        for step in self.orders[self.p]:
+        for step in self.steps:
             running = [self._act(action) for action in parts([step])]
             while running:  # side by side: layer by layer in turns
                 running = [each for each in running if next(each, self) is not self]
@@ -167,7 +152,17 @@ class _StepWriter:
         self._update()
         return self.work.program(self.ops)
 
+    def rank_at(self, place: int) -> int:
+        return self.problem.rank(self.d, self.t, place)
+
     # -- slots
+    def slots_of(self, passed: Passed) -> Halves:
+        return self._own_rows()
+
+    def _own_rows(self) -> Halves:
+        """Slots for the rows of this rank."""
+        return [self._rows(h) for h in range(len(self.problem.halves))]
+
     def _rows(self, h: int) -> Chunk:
         rows, features = self.problem.halves[h], self.problem.shape[1]
         return self.slots.take(f"a{rows}x{features}", (rows, features))
@@ -176,7 +171,7 @@ class _StepWriter:
         """It stands for what a kernel keeps on this rank."""
         return self.slots.take("s", (0,))
 
-    def _drop(self, *chunks: Chunk) -> None:
+    def drop(self, *chunks: Chunk) -> None:
         """The slots are free after the next call of a layer: so no rank waits for a slot that waits for it."""
         self.dropped[-1] += chunks
 
@@ -196,47 +191,25 @@ class _StepWriter:
 
     def _peers(self) -> list[tuple[int, int]]:
         """(place, rank) of the other ranks of tp."""
-        return self._others([self.problem.rank(self.d, t, self.p) for t in range(self.problem.axes[1])])
+        return self._others([self.problem.rank(self.d, t, self.place) for t in range(self.problem.axes[1])])
 
     def _alike(self, layer: int) -> list[tuple[int, int]]:
         """(part, rank) of the other ranks that have the same parameters."""
         return self._others(self.problem.group(layer, self.t))
 
-    # -- pipelines
-    def _sent(self, steps: Sequence[Step]) -> list[tuple[str, int, int]]:
-        """What a rank of pp sends to this one, in order: the input of a stage, or the gradient of its output."""
-        found = []
-        for stage, kind, i in parts(steps):
-            to = stage + 1 if kind == "F" else stage - 1
-            if 0 <= to < self.problem.stages and self.problem.rank_of(to) == self.p:
-                found.append(("x" if kind == "F" else "dy", to, i))
-        return found
-
-    def _arrive(self, wanted: tuple[str, int, int]) -> Halves:
-        """What another stage has handed on. It is received first, if it comes from another rank."""
-        what, stage, _ = wanted
-        place = self.problem.rank_of(stage - 1 if what == "x" else stage + 1)
-        while wanted not in self.held:
-            came = self.arriving[place].pop(0)
-            self.held[came] = [self._rows(h) for h in range(len(self.problem.halves))]
-            self.ops += [Recv(self.problem.rank(self.d, self.t, place), half) for half in self.held[came]]
-        return self.held.pop(wanted)
-
-    def _hand_on(self, what: str, stage: int, i: int, halves: Halves) -> None:
-        place = self.problem.rank_of(stage)
-        if place == self.p:
-            self.held[what, stage, i] = halves
-            return
-        self.ops += [Send(self.problem.rank(self.d, self.t, place), half) for half in halves]
-        self._drop(*halves)
-
     # -- actions
-    def _act(self, action: Action) -> Iterator[None]:
-        return self._forward(action.stage, action.microbatch) if action.kind == "F" else self._backward(*action[::2])
+    def _taken(self, kind: str, stage: int, i: int) -> Halves:
+        """What another stage has handed on, for its only reader."""
+        self.arrive((kind, stage, i))
+        return self.held.pop((kind, stage, i))
 
-    def _forward(self, stage: int, i: int) -> Iterator[None]:
-        problem, b = self.problem, self.d * self.problem.microbatches + i
-        x = self._arrive(("x", stage, i)) if stage else self._inputs(b)
+    def _act(self, action: Action) -> Iterator[None]:
+        return self._forward(action) if action.kind == "F" else self._backward(action)
+
+    def _forward(self, action: Action) -> Iterator[None]:
+        (stage, _, i), problem = action, self.problem
+        b = self.d * problem.microbatches + i
+        x = self._taken("a", stage, i) if stage else self._inputs(b)
         for layer in problem.layers_of(stage):
             if problem.layers[layer].replicated:
                 continue
@@ -245,13 +218,13 @@ class _StepWriter:
             x = self._sum(self._attention(layer, b, x) if attends else self._layer(layer, b, x))
             yield
         if stage + 1 < problem.stages:
-            self._hand_on("x", stage + 1, i, x)
+            self.hand_on(action, x)
         else:
-            self.held["dy", stage, i] = self._loss(b, x)
+            self.held["d", stage, i] = self._loss(b, x)
 
-    def _backward(self, stage: int, i: int) -> Iterator[None]:
-        problem, b = self.problem, self.d * self.problem.microbatches + i
-        dy = self.held.pop(("dy", stage, i)) if stage + 1 == problem.stages else self._arrive(("dy", stage, i))
+    def _backward(self, action: Action) -> Iterator[None]:
+        (stage, _, i), problem = action, self.problem
+        b, dy = self.d * problem.microbatches + i, self._taken("d", stage, i)
         self.done[stage] += 1
         for layer in reversed(problem.layers_of(stage)):
             if layer == self.head:
@@ -262,7 +235,7 @@ class _StepWriter:
                 self._embed_backward(b, dy)
             else:
                 terms = (self._attention_back if kind == "attention" else self._layer_back)(layer, b, dy)
-                self._drop(*dy)
+                self.drop(*dy)
                 dy = self._sum(terms)
             self._update()  # of layers whose sums have travelled meanwhile
             if self.done[stage] == problem.microbatches:
@@ -271,17 +244,17 @@ class _StepWriter:
         if stage + 1 == problem.stages:
             self._loss_backward(problem.stages)  # as many as hide while the pipeline runs empty may wait
         if stage:
-            self._hand_on("dy", stage - 1, i, dy)
+            self.hand_on(action, dy)
         elif problem.has_inputs(self.rank):
             total = self.work["inputs"][:]
             for h, half in enumerate(dy):
                 before = (total,) if self.done[stage] > 1 or h else ()
                 self._call("input_backward", (b, self.t, h), (half, *before), (total,))
-            self._drop(*dy)
+            self.drop(*dy)
 
     # -- the first and the last layer: the own rows
     def _inputs(self, b: int) -> Halves:
-        x = [self._rows(h) for h in range(len(self.problem.halves))]
+        x = self._own_rows()
         if self.problem.layers[0].kind != "embedding":
             for h, half in enumerate(x):
                 self._call("input", (b, self.t, h), (), (half,))
@@ -298,14 +271,14 @@ class _StepWriter:
         for h, half in enumerate(dy):
             (saved,) = kept[self.t, h]
             self._add(0, "embed_backward", (b, self.t, h), (half, saved))
-            self._drop(half, saved)
+            self.drop(half, saved)
 
     def _loss(self, b: int, y: Halves) -> Halves:
-        dy = [self._rows(h) for h in range(len(y))]
+        dy = self._own_rows()
         for h, (half, d) in enumerate(zip(y, dy, strict=True)):
             if self.head is None:
                 self._call("loss", (b, self.t, h), (half,), (d,))
-                self._drop(half)
+                self.drop(half)
             else:
                 saved = self._token()
                 self._call("loss", (b, self.t, h), (half, *self._gathered(self.head)), (d, saved))
@@ -318,7 +291,7 @@ class _StepWriter:
             b, h, y, saved = self.deferred.popleft()
             assert self.head is not None
             self._add(self.head, "loss_backward", (b, self.t, h), (y, saved))
-            self._drop(y, saved)
+            self.drop(y, saved)
 
     # -- layers on tp
     def _exchange(self, x: Halves) -> Iterator[tuple[int, int, Chunk]]:
@@ -347,14 +320,14 @@ class _StepWriter:
                 term = self._rows(h)
                 self.ops.append(Recv(rank, term))
                 self._call("add", (), (half, term), (half,))
-                self._drop(term)
+                self.drop(term)
         return own
 
     def _leave(self, place: int, term: Chunk) -> None:
         """A term for the rows of another rank."""
         if place != self.t:
-            self.ops.append(Send(self.problem.rank(self.d, place, self.p), term))
-            self._drop(term)
+            self.ops.append(Send(self.problem.rank(self.d, place, self.place), term))
+            self.drop(term)
 
     def _layer(self, layer: int, b: int, x: Halves) -> dict[tuple[int, int], Chunk]:
         weights, terms = self._gathered(layer), dict[tuple[int, int], Chunk]()
@@ -371,7 +344,7 @@ class _StepWriter:
         for place, h, rows in self._exchange(dy):
             term = terms[place, h] = self._rows(h)
             self._add(layer, "backward", (layer, b, place, h), (rows, *kept[place, h]), term)
-            self._drop(*kept[place, h], *([] if place == self.t else [rows]))
+            self.drop(*kept[place, h], *([] if place == self.t else [rows]))
             self._leave(place, term)
         return terms
 
@@ -405,9 +378,9 @@ class _StepWriter:
             term, (x, saved, qkv, o) = self._rows(h), kept[place, h]
             reads = (given[place, h], dqkv[place, h], x, qkv)
             self._add(layer, "qkv_backward", (layer, b, place, h), reads, term)
-            self._drop(x, saved, qkv, o, do[place, h], dqkv[place, h])
+            self.drop(x, saved, qkv, o, do[place, h], dqkv[place, h])
             if place != self.t:
-                self._drop(given[place, h])
+                self.drop(given[place, h])
             terms[place, h] = term
             self._leave(place, term)
         return terms
@@ -449,10 +422,10 @@ class _StepWriter:
         own = sums[self.problem.part(layer, self.rank)]
         for _, rank in reversed(others):
             row = self.work[own.buffer].row
-            term = self.slots.take(f"r{row[0]}", row, self.wide)
+            term = self.slots.take(f"t{row[0]}", row, self.wide)
             self.ops.append(Recv(rank, term))
             self._call("add", (), (own, term), (own,))
-            self._drop(term)
+            self.drop(term)
         self.summed.append(layer)
 
     def _update(self) -> None:

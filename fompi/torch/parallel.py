@@ -453,7 +453,7 @@ def is_installed() -> bool:
 def _watch_transformers() -> None:
     """Nothing imports transformers here: it takes seconds."""
     name = "transformers.distributed.tensor_parallel"
-    private.after_import(name, lambda module: import_module("fompi.torch.transformers").fuse(module))
+    private.after_import(name, lambda module: import_module("fompi.torch.transformers").fuse(module, is_installed))
 
 
 def uninstall() -> None:

@@ -10,20 +10,20 @@ rows (a token is one), ranks on one host, half types (their products would trave
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fompi.torch.groups import communicator
-from fompi.torch.parallel import HALF, OPS, is_installed
 from fompi.torch.process_group import on_device
 
 LEAST_ROWS = 256
 """With fewer rows a product is too short to hide anything."""
 
 
-def fuse(styles: Any) -> None:
+def fuse(styles: Any, is_installed: Callable[[], bool]) -> None:
     """Let row-wise layers that the module `styles` makes while `install` is in force run fused."""
     row = getattr(styles, "RowwiseParallel", None)
     if row is None or not hasattr(row, "install_forward"):
@@ -53,9 +53,10 @@ class Rowwise:
         is_local = not isinstance(x, DTensor) and isinstance(w, DTensor)
         if (
             not (self.has_wire and is_local and rows.numel() >= LEAST_ROWS)
-            or x.dtype in HALF
+            or x.dtype in (torch.bfloat16, torch.float16)
             or torch.is_grad_enabled()
         ):
             return self.theirs(x)
         b = bias.to_local() if isinstance(bias, DTensor) else bias
-        return OPS.matmul_all_reduce(x.flatten(0, -2), w.to_local().t(), b, comm=self.group).unflatten(0, rows)
+        y = torch.ops.fompi.matmul_all_reduce(x.flatten(0, -2), w.to_local().t(), b, comm=self.group)
+        return y.unflatten(0, rows)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from html import escape
 
+from fompi.base.doors import DOORS
 from fompi.traces.trace import Event, Interval, Trace, intersection, length, union
 
 _COLOURS = {"compute": "#3b6ea8", "add": "#7fb3d5", "message": "#e08e45"}
@@ -97,6 +98,9 @@ def timelines(named: Mapping[str, Trace]) -> str:
     size = f'width="{_LEFT + _WIDTH + 30}" height="{y + 26}" viewBox="0 0 {_LEFT + _WIDTH + 30} {y + 26}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
     return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *body, "</svg>"]) + "\n"
+
+
+DOORS.picture = timelines
 
 
 def _boxes(intervals: Iterable[Interval], begin: float, scale: float, top: float, kind: str) -> list[str]:

@@ -10,10 +10,10 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
+from fompi.base.doors import DOORS
 from fompi.plans.dependencies import KERNEL_LANES
 
 AGREEMENT = "agreement"
@@ -176,7 +176,7 @@ class Trace:
     __str__ = table
 
     def _repr_html_(self) -> str:
-        return import_module("fompi.traces.timeline").timelines({self.title: self})  # type: ignore[no-any-return]
+        return DOORS.picture({self.title: self})
 
     def compare(self, other: Trace) -> str:
         """A table of this trace and another one, rank by rank: wall times, their ratio, and exposed times."""

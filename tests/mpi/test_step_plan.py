@@ -321,7 +321,7 @@ def test_a_step_that_fails_anywhere_leaves_everything_as_it_was(world):
             for rank, (number, name) in product(range(world.size), places):
                 if number not in (*step.problem.held(rank), len(kinds)):
                     continue
-                before, words = deepcopy((step.shards, step.states)), f"rank {rank} failed in training step"
+                before, words = deepcopy((step.shards, step.states)), f"rank {rank} failed in step"
                 if rank == world.rank:
                     broken[number].fails = name
                 errors = (OSError, SystemExit) if rank == world.rank else fompi.PeerError

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fompi.torch
-from fompi.torch import transformers
+from fompi.torch import parallel, transformers
 
 pytestmark = pytest.mark.ranks(mpich=[2, 3], openmpi=[2])
 
@@ -38,7 +38,7 @@ def made(group, monkeypatch):
     styles = types.ModuleType(NAME)
     styles.RowwiseParallel = type("RowwiseParallel", (RowwiseParallel,), {})
     monkeypatch.setitem(sys.modules, NAME, styles)
-    transformers.fuse(styles)
+    transformers.fuse(styles, parallel.is_installed)
     mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu")
 
     def layer(bias, dtype=torch.float32, wide=True):
@@ -91,5 +91,5 @@ def test_what_gains_nothing_is_left_to_transformers(made, why):
 
 def test_a_module_without_such_a_class_is_left(group):
     other = types.ModuleType(NAME)
-    transformers.fuse(other)
+    transformers.fuse(other, parallel.is_installed)
     assert not hasattr(other, "RowwiseParallel")

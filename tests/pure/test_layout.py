@@ -17,6 +17,7 @@ from fompi.base.layout import (
     accumulator,
     blocks,
     cut,
+    in_common,
     itemsize,
     nbytes,
     offsets,
@@ -55,6 +56,15 @@ def test_cut_keeps_the_proportions(total, shares):
 @given(st.lists(counts))
 def test_offsets_are_the_starts_of_the_runs(runs):
     assert offsets(runs) == [sum(runs[:i]) for i in range(len(runs) + 1)]
+
+
+def test_what_runs_have_in_common():
+    """The same elements, cut from the one run and from the other one."""
+    runs = [range(a, b) for a in range(5) for b in range(a, 6)]
+    for run in runs:
+        for other in runs:
+            here, there = in_common((run.start, run.stop), (other.start, other.stop))
+            assert [*run[here]] == [*other[there]] == sorted({*run} & {*other})
 
 
 @given(all_sizes(), shares)

@@ -8,6 +8,7 @@ import pytest
 
 import fompi
 from fompi.base.errors import LayoutError, PlanError
+from fompi.parallel import pipeline_plan
 from fompi.parallel.orders import order
 from fompi.parallel.step_plan import plan
 from fompi.parallel.step_problem import LayerForm
@@ -30,6 +31,36 @@ def test_every_step_is_right(axes):
     if axes[2] == 2:
         fompi.verify(made(axes, "interleaved", 4, (4, 0, 1, 2, 9), chunks=2))
         fompi.verify(made(axes, order("eager-1f1b", 2, 5, overlap_f_b=True), 5))
+
+
+BESIDES = ("input", "loss", "input_backward", "update")
+"""The kernels of a step that a pipeline has not: there they are the program's."""
+
+
+def what_ranks_do(found):
+    """Of each rank the kernels, with a layer or stage and a micro-batch, and the messages with their shapes."""
+
+    def done(program, op):
+        if isinstance(op, Compute):
+            return op.kernel, *op.args[:2]
+        return str(op)[-2:], program.buffer(op.chunk.buffer).row  # >1 to rank 1, <1 from it
+
+    needed = [[op for op in program.ops if getattr(op, "kernel", "") not in BESIDES] for program in found.programs]
+    return [[done(program, op) for op in ops] for program, ops in zip(found.programs, needed, strict=True)]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "interleaved"])
+def test_a_step_on_one_axis_has_the_plan_of_a_pipeline(schedule):
+    """With dp = tp = 1 and a layer in each stage: the same kernels and messages in the same order, as fast."""
+    link = replace(fompi.Machine.load("gigabit"), latency=0.1)
+    for ranks in (1, 2, 4):
+        chunks = 2 if schedule == "interleaved" else 1
+        how = {"microbatches": 5, "chunks": chunks, "dtype": "float64", "seconds": {"F": 1.0, "B": 2.0}}
+        step = plan(schedule, mesh={"pp": ranks}, layers=[3] * ranks * chunks, shape=(5, 3), **how)
+        pipeline = pipeline_plan.plan(schedule, ranks=ranks, activations=(5, 3), **how)
+        assert what_ranks_do(step) == what_ranks_do(pipeline)
+        seconds = [fompi.simulate(found, link).seconds for found in (step, pipeline)]
+        assert seconds[0] == pytest.approx(seconds[1], rel=1e-6) and step.schedule == pipeline.schedule
 
 
 MODEL = (
@@ -99,7 +130,8 @@ def test_what_hides_in_a_step():
         ({"layers": (LayerForm(3, "head"), 3)}, LayoutError, "layer 0 of 2 is a head"),
         ({"layers": (3, LayerForm(3, "moe"))}, LayoutError, "'moe', which is none of rows, attention"),
         ({"schedule": "zb-h1"}, PlanError, "whole backwards"),
-        ({"seconds": {"F": [1.0]}}, PlanError, "one for each of 4 layers"),
+        ({"seconds": {"F": [1.0, 2.0]}}, PlanError, "one for each of the 4 layers"),
+        ({"seconds": {"I": 1.0}}, PlanError, "must map F, B, U to"),
     ],
 )
 def test_wrong_arguments(changes, error, words):
