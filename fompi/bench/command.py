@@ -10,7 +10,8 @@ from pathlib import Path
 import fompi
 from fompi.base.errors import FompiError
 from fompi.bench import table, trial
-from fompi.bench.options import Options
+from fompi.bench.cluster import TcpHosts
+from fompi.bench.measure import Bench, HostPlace, Options
 from fompi.cli import picture
 from fompi.cli.output import Progress, UsageError, check_writable, show_markdown
 from fompi.cli.plan import product_of
@@ -22,10 +23,10 @@ SUITES = (
     "collectives", "fused", "papers", "parallel", "step", "ddp", "c10d", "decode", "train", "peers", "planner", "adapt",
     "overhead", "jit", "smaller", "order",
 )  # fmt: skip
-"""Each is a module of this room, with `rows(comm, options) -> list[Row]`."""
+"""Each is a module of this room, with `rows(bench) -> list[Row]`."""
 
 DEVICES = ("cuda", "software")
-"""What `--device` may be: the module `device` of this room measures it."""
+"""What `--device` may be."""
 
 ON_DEVICES = ("fused", "collectives", "parallel", "step")
 """The suites that have rows on a device."""
@@ -68,23 +69,26 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("bench: --like with --device is the shape of fused operations")
     if like is not None and options.device is None:
         return trial.run_shape(like, options.ranks, options.rounds, options.json)
-    name = options.suite if options.device is None else "device"
-    if name is None:
+    if options.suite is None and options.device is None:
         raise UsageError(f"bench: name a suite ({', '.join(SUITES)}), a --device, or a shape with --like M,K,N")
-    if options.row and name not in (*WITHOUT_SUMMARY, "device"):
+    if options.row and options.device is None and suite not in WITHOUT_SUMMARY:
         raise UsageError(f"bench: --row selects rows of these suites: {', '.join(WITHOUT_SUMMARY)}")
     if options.ranks > 1 and (status := trial.on_own_ranks(options.ranks)) is not None:
         return status
     trial.note_threads()
     json, markdown, plot = options.json, options.markdown, options.plot
     with fompi.Communicator() as comm:
-        agree(comm, f"bench {name}", refusal(comm.rank, json, markdown, plot))
-        with Progress.of_rank(comm.rank, f"bench {name}") as progress:
-            measure = Options(options.rounds, options.quick, progress, options.row)
-            more = () if options.device is None else (options.device, like, suite)
-            rows = import_module(f"fompi.bench.{name}").rows(comm, measure, *more)
+        agree(comm, f"bench {suite}", refusal(comm.rank, json, markdown, plot))
+        place = place_of(comm, options.device)
+        with (
+            Progress.of_rank(comm.rank, f"bench {suite}") as progress,
+            TcpHosts(comm.link.comm, options.quick) as cluster,
+        ):
+            measure = Options(options.rounds, options.quick, progress, options.row, like)
+            rows = import_module(f"fompi.bench.{suite}").rows(Bench(comm, cluster, measure, place))
+        place.check()
         if not rows:
-            raise FompiError(f"bench {name}: no row has {options.row!r} in its name")
+            raise FompiError(f"bench {suite}: no row has {options.row!r} in its name")
         facts = table.about(" ".join(["python -m fompi", *sys.argv[1:]]))
         if comm.rank == 0:
             text = table.markdown(rows, facts)
@@ -99,6 +103,15 @@ def run(options: argparse.Namespace) -> int:
             if plot is not None:
                 table.plot(rows, plot)
     return 0
+
+
+def place_of(comm: fompi.Communicator, device: str | None) -> HostPlace:
+    """Where the tensors of a benchmark are."""
+    if device is None:
+        return HostPlace()
+    from fompi.bench.device import DevicePlace
+
+    return DevicePlace(device, comm)
 
 
 def refusal(rank: int, json: str | None, markdown: str | None, plot: str | None) -> Exception | None:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from datetime import timedelta
 from typing import Any
 
-from fompi.base.errors import FompiError
-from fompi.bench.cluster import TcpHosts
 from fompi.bench.rivals.rival import Array, Rival, piece_rows, result_rows
 
 Work = Any
@@ -158,17 +154,3 @@ class Gloo:
 
 def _nothing() -> None:
     pass
-
-
-@contextmanager
-def torch_hosts(comm: Any, suite: str, quick: bool = False) -> Iterator[tuple[TcpHosts, Any]]:
-    """The hosts of a suite that compares with PyTorch, and `torch.distributed`, whose default group is one of gloo."""
-    try:
-        import torch.distributed as distributed
-    except ImportError:
-        raise FompiError(f"bench {suite} compares with PyTorch, which is not installed: pip install torch") from None
-    from fompi.torch.autoload import register
-
-    register()
-    with TcpHosts(comm.link.comm, quick) as cluster, closing(Gloo(comm.link.comm, cluster.rendezvous())):
-        yield cluster, distributed
