@@ -5,8 +5,8 @@
 | `Blocks` | residual MLP blocks, x + gelu(x @ w1.T) @ w2.T                               | `step`, `ddp`      |
 | `Gpt`    | embeddings, blocks of causal attention and an MLP, and what makes the logits | `train`, `smaller` |
 
-A model makes a `TorchTask`: its parts, and what a rank gives and wants. A step trains a task in one of torch's ways. The
-same lines run on a group of gloo and on one of the backend "fompi".
+A model makes a `TorchTask`: its parts, and what a rank gives and wants. A step trains a task in one of torch's ways.
+The same lines run on a group of gloo and on one of the backend "fompi".
 """
 
 from __future__ import annotations

@@ -10,8 +10,6 @@
 
 #define RUN 64
 
-enum { WIRE_BFLOAT16, WIRE_FLOAT16, WIRE_INT8, WIRE_FP8, WIRE_INT4 };
-
 static const int bits_of[] = {16, 16, 8, 8, 4};
 static const float top_of[] = {0, 0, 127, 448, 7};
 
