@@ -17,6 +17,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import distributed as dist
 
 from fompi.bench.measure import Bench, repeated
 from fompi.bench.training import beside_torch
@@ -50,8 +52,7 @@ class Verb(NamedTuple):
 def rows(bench: Bench) -> list[Row]:
     sizes = QUICK_SIZES if bench.quick else SIZES
     cases = [(verb, size) for verb in VERBS for size in ((0,) if verb == "barrier" else sizes)]
-    with beside_torch(bench, "c10d") as (beside, distributed):
-        group = distributed.new_group(backend="fompi")
+    with beside_torch(bench) as (beside, group):
         makers = {f"{verb} {_bytes(size)}".strip(): (verb, size) for verb, size in cases}
         return [measured(beside, group, what, *makers[what]) for what in bench.each([*makers])]
 
@@ -98,9 +99,7 @@ HALVES = {"all_reduce bfloat16": "bfloat16", "all_reduce float16": "float16"}
 
 def verb_of(group: Any, comm: Communicator, verb: str, nbytes: int) -> Verb:
     """The verb on a group of torch, on tensors of its own."""
-    import torch
-
-    dist, rank, size = torch.distributed, comm.rank, comm.size
+    rank, size = comm.rank, comm.size
     dtype = getattr(torch, HALVES.get(verb, "float32"))
     count = max(1, nbytes // (dtype.itemsize * size))
     generator = torch.Generator().manual_seed(rank)

@@ -6,6 +6,7 @@ import argparse
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import fompi
 from fompi.base.errors import FompiError
@@ -85,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
             TcpHosts(comm.link.comm, options.quick) as cluster,
         ):
             measure = Options(options.rounds, options.quick, progress, options.row, like)
-            rows = import_module(f"fompi.bench.{suite}").rows(Bench(comm, cluster, measure, place))
+            rows = suite_of(suite).rows(Bench(comm, cluster, measure, place))
         place.check()
         if not rows:
             raise FompiError(f"bench {suite}: no row has {options.row!r} in its name")
@@ -103,6 +104,14 @@ def run(options: argparse.Namespace) -> int:
             if plot is not None:
                 table.plot(rows, plot)
     return 0
+
+
+def suite_of(name: str) -> Any:
+    """The module of a suite. Raises FompiError if it compares with a package that is not installed."""
+    try:
+        return import_module(f"fompi.bench.{name}")
+    except ModuleNotFoundError as error:
+        raise FompiError(f"bench {name} needs {error.name}, which is not installed: pip install {error.name}") from None
 
 
 def place_of(comm: fompi.Communicator, device: str | None) -> HostPlace:

@@ -30,11 +30,13 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 
 import fompi
 from fompi.bench.measure import Bench, Call, repeated
 from fompi.bench.training import Blocks, alone, beside_torch, data_parallel
 from fompi.engine.communicator import Communicator
+from fompi.torch import DistributedDataParallel
 from fompi.tuning.rounds import Figure, Row, of_all_ranks, seconds_of
 
 BUCKET_MB = 1
@@ -52,8 +54,7 @@ LEAST_HIDDEN = 0.9
 
 
 def rows(bench: Bench) -> list[Row]:
-    with beside_torch(bench, "ddp") as (beside, distributed):
-        group = distributed.new_group(backend="fompi")
+    with beside_torch(bench) as (beside, group):
         return [measured(beside, group, model) for model in bench.each(MODELS[: 1 if bench.quick else None])]
 
 
@@ -63,8 +64,6 @@ def buckets_of(model: Blocks) -> int:
 
 
 def measured(bench: Bench, group: Any, model: Blocks) -> Row:
-    from fompi.torch import DistributedDataParallel
-
     comm, buckets, seconds = bench.comm, buckets_of(model), list[float]()
     ours, compute = (model.task(comm.rank) for _ in range(2))
     backward, messages = alone(compute, seconds=seconds), partial(_all_reduces, comm, model.nbytes, buckets)
@@ -114,8 +113,6 @@ def _figures(bench: Bench, row: Row, bound: float) -> list[Figure]:
 
 def _all_reduces(comm: Communicator, nbytes: int, buckets: int, meanwhile: Callable[[], object] = lambda: None) -> None:
     """The gradients of all buckets, all started at once."""
-    import torch
-
     part = torch.ones(nbytes // 4 // buckets)
     begun = [fompi.all_reduce.start(part, comm=comm, op="mean") for _ in range(buckets)]
     meanwhile()

@@ -23,11 +23,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 import fompi
 from fompi.base.layout import split
 from fompi.bench.measure import Bench, Call, Calls
-from fompi.bench.training import beside_torch
+from fompi.bench.training import Block, beside_torch
 from fompi.engine.communicator import Communicator
 from fompi.mpi.transport import start_mpi
 from fompi.parallel.tensor import all_reduce_rmsnorm
@@ -52,7 +53,7 @@ class Size(NamedTuple):
     prompt: int
 
 
-FULL = Size(12, 1024, 2816, 16, 32_000, 512)
+FULL = Size(12, 1024, 4224, 16, 32_000, 512)
 """0.2 billion parameters."""
 
 QUICK = Size(2, 64, 128, 4, 256, 32)
@@ -62,23 +63,16 @@ WITHIN_MPI, LEAST_DECODE, LEAST_PREFILL = 0.95, 1.35, 1.2
 
 
 def rows(bench: Bench) -> list[Row]:
-    with beside_torch(bench, "decode") as (beside, distributed):
-        import torch
-
-        with torch.inference_mode():
-            decoder = Decoder(torch, bench.comm, QUICK if bench.quick else FULL)
-            sums = {
-                GLOO: partial(_summed, distributed, None),
-                OURS: partial(_summed, distributed, distributed.new_group(backend="fompi")),
-                LIBRARY: partial(_by_library, bench.mpi),
+    with beside_torch(bench) as (beside, group), torch.inference_mode():
+        decoder = Decoder(bench.comm, QUICK if bench.quick else FULL)
+        sums = {GLOO: partial(_summed, None), OURS: partial(_summed, group), LIBRARY: partial(_by_library, bench.mpi)}
+        return beside.rows(
+            {
+                "decode, one token": partial(one_token, decoder=decoder, sums=sums),
+                "prefill": partial(prompt, decoder=decoder, sums=sums),
+                "sum, residual and norm": partial(sum_and_norm, size=decoder.size),
             }
-            return beside.rows(
-                {
-                    "decode, one token": partial(one_token, decoder=decoder, sums=sums),
-                    "prefill": partial(prompt, decoder=decoder, sums=sums),
-                    "sum, residual and norm": partial(sum_and_norm, size=decoder.size),
-                }
-            )
+        )
 
 
 def sum_and_norm(bench: Bench, size: Size) -> Row:
@@ -105,9 +99,9 @@ def sum_and_norm(bench: Bench, size: Size) -> Row:
     return replace(row, figures=[row.ratio("by hand", name) for name in names])
 
 
-def _summed(distributed: Any, group: Any, t: Any, waits: bool = True) -> Waits | None:
+def _summed(group: Any, t: Any, waits: bool = True) -> Waits | None:
     """Sum `t` over the ranks, in place. Without `waits`: what waits for it."""
-    work = distributed.all_reduce(t, group=group, async_op=not waits)
+    work = torch.distributed.all_reduce(t, group=group, async_op=not waits)
     return None if waits else work.wait
 
 
@@ -123,41 +117,16 @@ def _by_library(mpi: Any, t: Any, waits: bool = True) -> Waits | None:
 class Decoder:
     """The heads, columns and part of the vocabulary of this rank."""
 
-    def __init__(self, torch: Any, comm: Communicator, size: Size):
-        self.torch, self.size, self.head = torch, size, size.hidden // size.heads
-        share = lambda count: count // comm.size + (comm.rank < count % comm.size)  # noqa: E731
-        heads, inner = share(size.heads), share(size.inner)
-        generator = torch.Generator().manual_seed(comm.rank)
+    def __init__(self, comm: Communicator, size: Size):
+        def share(count: int) -> int:
+            return count // comm.size + (comm.rank < count % comm.size)
 
-        def weights(rows: int, columns: int) -> Any:
-            return torch.randn(rows, columns, generator=generator) / max(1, columns) ** 0.5
-
-        width = heads * self.head
-        self.layers = [
-            {
-                "qkv": weights(3 * width, size.hidden), "o": weights(size.hidden, width),
-                "gate": weights(2 * inner, size.hidden), "down": weights(size.hidden, inner),
-                "cache": torch.zeros(2, heads, size.prompt + 1, self.head),
-            }
-            for _ in range(size.layers)
-        ]  # fmt: skip
-        self.output = weights(share(size.vocabulary), size.hidden)
+        self.size, head_dim, heads = size, size.hidden // size.heads, share(size.heads)
+        torch.manual_seed(comm.rank)
+        blocks = [Block(size.hidden, share(size.inner), heads, head_dim) for _ in range(size.layers)]
+        self.layers = [(block, torch.zeros(2, heads, size.prompt + 1, head_dim)) for block in blocks]
+        self.output = torch.nn.Linear(size.hidden, share(size.vocabulary), bias=False)
         self.x = torch.randn(size.prompt + 1, size.hidden, generator=torch.Generator().manual_seed(-1))
-
-    def attention(self, layer: Any, x: Any, at: int) -> Any:
-        functional, until = self.torch.nn.functional, at + len(x)
-        x = functional.rms_norm(x, x.shape[-1:])
-        q, k, v = functional.linear(x, layer["qkv"]).unflatten(-1, (3, -1, self.head)).permute(1, 2, 0, 3)
-        layer["cache"][0, :, at:until], layer["cache"][1, :, at:until] = k, v
-        k, v = layer["cache"][:, :, :until]
-        sees = self.torch.ones(len(x), until, dtype=self.torch.bool).tril(at) if len(x) > 1 else None
-        y = functional.scaled_dot_product_attention(q, k, v, attn_mask=sees)
-        return functional.linear(y.transpose(0, 1).flatten(1), layer["o"])
-
-    def mlp(self, layer: Any, x: Any, at: int) -> Any:
-        functional = self.torch.nn.functional
-        gate, up = functional.linear(functional.rms_norm(x, x.shape[-1:]), layer["gate"]).chunk(2, -1)
-        return functional.linear(functional.silu(gate) * up, layer["down"])
 
     def run(self, summed: Sum, begin: int, end: int, halves: int) -> Any:
         """The logits behind the tokens from `begin` to `end`, in so many parts."""
@@ -165,22 +134,22 @@ class Decoder:
         starts = [begin + sum(map(len, parts[:i])) for i in range(len(parts))]
         flying: list[tuple[Any, Waits | None]] = [(None, None)] * len(parts)
 
-        def arrive(i: int) -> None:
+        def arrive(i: int) -> Any:
             y, wait = flying[i]
             if wait is not None:
                 wait()
             if y is not None:
                 parts[i] = parts[i] + y
+            return parts[i]
 
-        for layer in self.layers:
-            for term in (self.attention, self.mlp):
-                for i in range(len(parts)):
-                    arrive(i)
-                    y = term(layer, parts[i], starts[i])
-                    flying[i] = y, summed(y, waits=len(parts) == 1)
-        for i in range(len(parts)):
-            arrive(i)
-        return self.torch.nn.functional.linear(parts[-1][-1:], self.output)
+        for block, cache in self.layers:
+            for i, start in enumerate(starts):
+                y = block.attention(arrive(i), cache, start)
+                flying[i] = y, summed(y, waits=len(parts) == 1)
+            for i in range(len(parts)):
+                y = block.mlp(arrive(i))
+                flying[i] = y, summed(y, waits=len(parts) == 1)
+        return self.output([arrive(i) for i in range(len(parts))][-1][-1:])
 
 
 def _row(bench: Bench, what: str, calls: Calls) -> Row:

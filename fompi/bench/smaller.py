@@ -33,8 +33,6 @@ from fompi.bench.strategies import (
     tensor_parallel_block,
     zero_1,
 )
-from fompi.bench.train import FULL, QUICK
-from fompi.bench.training import beside_torch, data_parallel
 from fompi.tuning.rounds import Row, median_figure
 
 PLAIN = "float32"
@@ -128,13 +126,14 @@ def _inner(bench: Bench, m: int, n: int) -> int:
 def _step(bench: Bench) -> Row:
     if find_spec("torch") is None:
         return bench.row_of("DDP, int8", {}, absent={"gloo": "torch is not installed"})
-    with beside_torch(bench, "smaller") as (beside, distributed):
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-        from fompi.torch.comm_hook import wire
+    from fompi.bench.train import FULL, QUICK
+    from fompi.bench.training import beside_torch, data_parallel
+    from fompi.torch.comm_hook import wire
 
-        group, ours = distributed.group.WORLD, distributed.new_group(backend="fompi")
-        ways = {"gloo": (group, None), "gloo, fp16": (group, fp16_compress_hook), "int8": (ours, wire("int8"))}
+    with beside_torch(bench) as (beside, group):
+        ways = {"gloo": (None, None), "gloo, fp16": (None, fp16_compress_hook), "int8": (group, wire("int8"))}
         size = QUICK if bench.quick else FULL
         calls = {way: data_parallel(size.task(bench.comm.rank), *how) for way, how in ways.items()}
         return _compared(beside, "DDP, int8", calls, **{"gloo": LEAST_STEP, "gloo, fp16": LEAST_OVER_HOOK})

@@ -23,6 +23,10 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import gelu
+
 from fompi.bench.measure import Bench, Call
 from fompi.bench.parallel import rows_on_device
 from fompi.bench.strategies import MICROBATCHES, pipeline, zero_1
@@ -38,6 +42,7 @@ from fompi.bench.training import (
     pipelined,
 )
 from fompi.parallel.data import SGD, DataParallel
+from fompi.torch import DistributedDataParallel, Pipeline
 from fompi.tuning.rounds import Figure, Row
 
 MODEL, RATE = Blocks(8, 512, 1024, 256), 1e-3
@@ -51,14 +56,12 @@ def rows(bench: Bench) -> list[Row]:
         name = f"a step of a pipeline, {MICROBATCHES} micro-batches"
         return rows_on_device(bench, {"a step with ZeRO-1": zero_1, name: pipeline})
     cases = {"data parallel": averaged, "parameters sharded": sharded, "pipeline": pipelines}
-    with beside_torch(bench, "step") as (beside, _):
+    with beside_torch(bench) as (beside, _):
         return beside.rows(dict([*cases.items()][: 1 if bench.quick else None]))
 
 
 def averaged(bench: Bench) -> Row:
     """Data parallelism."""
-    from fompi.torch import DistributedDataParallel
-
     rank = bench.comm.rank
     task = MODEL.task(rank)
     calls = {
@@ -76,8 +79,6 @@ def averaged(bench: Bench) -> Row:
 
 
 def sharded(bench: Bench) -> Row:
-    from torch.distributed.tensor import DTensor
-
     tasks = [MODEL.task(bench.comm.rank) for _ in range(3)]
     params = {name: p.detach() for name, p in tasks[0].model.named_parameters()}
     nbytes = 4 * 2 * MODEL.width * MODEL.hidden  # a bucket is a block, as is a unit of FSDP
@@ -97,9 +98,6 @@ def sharded(bench: Bench) -> Row:
 
 def sharded_step(dp: DataParallel, x: Any) -> None:
     """A step with gathered weights, which are forgotten after each use: forward and backward written out."""
-    import torch
-    from torch.nn.functional import gelu
-
     kept = []
     for i in range(MODEL.depth):
         names = f"{i}.up.weight", f"{i}.down.weight"
@@ -124,8 +122,6 @@ def sharded_step(dp: DataParallel, x: Any) -> None:
 
 def pipelines(bench: Bench) -> Row:
     """1F1B, also with forwards that run ahead, and interleaved, with half of the blocks in each of two chunks."""
-    from fompi.torch import Pipeline
-
     rank, size = bench.comm.rank, bench.comm.size
     model = MODEL._replace(depth=MODEL.depth // 2, rows=MODEL.rows * MICROBATCHES // 2)  # blocks of a rank
     task = model.task(0)
@@ -171,8 +167,6 @@ def _all_microbatches(model: Any, parts: Sequence[Any], loss: Any) -> None:
 
 def evaluated(bench: Bench, what: str, calls: Mapping[str, Call], work: float, throughput: int) -> Row:
     """The row of a case: `work` are the operations of a rank in a step, `throughput` the rows of all ranks."""
-    import torch
-
     a, b = torch.ones(SIDE, SIDE), torch.ones(SIDE, SIDE)
     samples = bench.times({**calls, PRODUCT: lambda: a @ b})
     peak = 2.0 * SIDE**3 / median(samples.pop(PRODUCT))

@@ -17,6 +17,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch import distributed
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
 from fompi.bench.measure import Bench
 from fompi.bench.training import Gpt, TorchStep, beside_torch, data_parallel, fully_sharded, pipelined
 from fompi.tuning.rounds import Row
@@ -37,8 +40,8 @@ QUICK = Gpt(2, 32, 2, 64, 2, 8)
 
 
 def rows(bench: Bench) -> list[Row]:
-    with beside_torch(bench, "train") as (beside, distributed):
-        groups = {GLOO: distributed.group.WORLD, OURS: distributed.new_group(backend="fompi")}
+    with beside_torch(bench) as (beside, group):
+        groups = {GLOO: distributed.group.WORLD, OURS: group}
         return beside.rows({way: partial(_row, way=way, groups=groups) for way in LEAST})
 
 
@@ -52,8 +55,6 @@ def _row(bench: Bench, way: str, groups: dict[str, Any]) -> Row:
 
 
 def _step(bench: Bench, way: str, group: Any) -> TorchStep:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
     rank, ranks, size = bench.comm.rank, bench.comm.size, QUICK if bench.quick else FULL
     if way == "1F1B":
         task = size._replace(sequences=size.sequences * ranks).task(0)

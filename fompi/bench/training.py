@@ -1,9 +1,10 @@
 """The models of the suites with PyTorch, and the steps that train them.
 
-| model    | what it is                                                                   | suites             |
-|----------|------------------------------------------------------------------------------|--------------------|
-| `Blocks` | residual MLP blocks, x + gelu(x @ w1.T) @ w2.T                               | `step`, `ddp`      |
-| `Gpt`    | embeddings, blocks of causal attention and an MLP, and what makes the logits | `train`, `smaller` |
+| model    | what it is                                                       | suites             |
+|----------|------------------------------------------------------------------|--------------------|
+| `Blocks` | residual MLP blocks, x + gelu(x @ w1.T) @ w2.T                   | `step`, `ddp`      |
+| `Gpt`    | embeddings, blocks with attention, and what makes the logits     | `train`, `smaller` |
+|          | the same blocks, of which a rank has some heads and columns      | `decode`           |
 
 A model makes a `TorchTask`: its parts, and what a rank gives and wants. A step trains a task in one of torch's ways.
 The same lines run on a group of gloo and on one of the backend "fompi".
@@ -18,26 +19,73 @@ from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from fompi.base.errors import FompiError
+import torch
+from torch import distributed, nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
 from fompi.bench.measure import Bench
 from fompi.bench.rivals.gloo import Gloo
+from fompi.torch.autoload import register
 
 
 @contextmanager
-def beside_torch(bench: Bench, suite: str) -> Iterator[tuple[Bench, Any]]:
-    """The benchmark beside PyTorch, and `torch.distributed`, whose default group is one of gloo."""
-    try:
-        import torch.distributed as distributed
-    except ImportError:
-        raise FompiError(f"bench {suite} compares with PyTorch, which is not installed: pip install torch") from None
-    from fompi.torch.autoload import register
-
+def beside_torch(bench: Bench) -> Iterator[tuple[Bench, Any]]:
+    """The benchmark beside PyTorch, whose default group is one of gloo, and a group of the backend "fompi"."""
     register()
     with closing(Gloo(bench.mpi, bench.cluster.rendezvous())):
-        yield replace(bench, moves="gloo: threads"), distributed
+        yield replace(bench, moves="gloo: threads"), distributed.new_group(backend="fompi")
 
 
 # --------------------------------------------------------------------------------------------------------- the models
+
+
+class Block(nn.Module):
+    """x + mlp(x), behind x + attention(x) if there are heads. Then the input of both is normalised."""
+
+    def __init__(self, width: int, hidden: int, heads: int = 0, head_dim: int = 0):
+        super().__init__()
+        linear = partial(nn.Linear, bias=False)
+        self.heads, self.head_dim = heads, head_dim
+        if heads:
+            self.qkv, self.out = linear(width, 3 * heads * head_dim), linear(heads * head_dim, width)
+        self.up, self.down = linear(width, hidden), linear(hidden, width)
+
+    def attention(self, x: Any, cache: Any = None, at: int = 0) -> Any:
+        """Over these tokens. With a cache of keys and values they stand at `at`, behind those that it holds."""
+        x = functional.layer_norm(x, x.shape[-1:])
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, self.head_dim)).movedim(-3, 0).transpose(-3, -2)
+        if cache is None:
+            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            until = at + len(x)
+            cache[0, :, at:until], cache[1, :, at:until] = k, v
+            k, v = cache[:, :, :until]
+            sees = torch.ones(len(x), until, dtype=torch.bool).tril(at) if len(x) > 1 else None
+            y = functional.scaled_dot_product_attention(q, k, v, attn_mask=sees)
+        return self.out(y.transpose(-3, -2).flatten(-2))
+
+    def mlp(self, x: Any) -> Any:
+        return self.down(functional.gelu(self.up(functional.layer_norm(x, x.shape[-1:]) if self.heads else x)))
+
+    def forward(self, x: Any) -> Any:
+        if self.heads:
+            x = x + self.attention(x)
+        return x + self.mlp(x)
+
+
+class Embedding(nn.Module):
+    """Of tokens and of their places."""
+
+    def __init__(self, vocabulary: int, length: int, width: int):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+
+    def forward(self, tokens: Any) -> Any:
+        return self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
 
 
 class TorchTask(NamedTuple):
@@ -51,9 +99,7 @@ class TorchTask(NamedTuple):
 
     @property
     def model(self) -> Any:
-        import torch
-
-        return torch.nn.Sequential(*self.parts)
+        return nn.Sequential(*self.parts)
 
 
 class Blocks(NamedTuple):
@@ -78,22 +124,9 @@ class Blocks(NamedTuple):
 
     def task(self, rank: int, seed: int = 0) -> TorchTask:
         """The input of this rank. Models of one `seed` are the same."""
-        import torch
-        from torch import nn
-
-        width, hidden = self.width, self.hidden
-
-        class Block(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.up, self.down = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width, bias=False)
-
-            def forward(self, x: Any) -> Any:
-                return x + self.down(nn.functional.gelu(self.up(x)))
-
         torch.manual_seed(seed)
-        blocks = [Block() for _ in range(self.depth)]
-        x = torch.randn(self.rows, width, generator=torch.Generator().manual_seed(rank))
+        blocks = [Block(self.width, self.hidden) for _ in range(self.depth)]
+        x = torch.randn(self.rows, self.width, generator=torch.Generator().manual_seed(rank))
         return TorchTask(blocks, blocks, x, x, lambda y, wanted: y.square().mean())
 
 
@@ -109,45 +142,17 @@ class Gpt(NamedTuple):
 
     def task(self, rank: int) -> TorchTask:
         """The tokens of this rank. All models are the same."""
-        import torch
-        from torch import nn
-
-        size = self
-
-        class Embed(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.tokens = nn.Embedding(size.vocabulary, size.width)
-                self.places = nn.Embedding(size.length, size.width)
-
-            def forward(self, tokens: Any) -> Any:
-                return self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
-
-        class Decoding(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.norms = nn.ModuleList(nn.LayerNorm(size.width) for _ in range(2))
-                self.qkv, self.out = nn.Linear(size.width, 3 * size.width), nn.Linear(size.width, size.width)
-                self.up, self.down = nn.Linear(size.width, 4 * size.width), nn.Linear(4 * size.width, size.width)
-
-            def forward(self, x: Any) -> Any:
-                qkv = self.qkv(self.norms[0](x)).unflatten(-1, (3, size.heads, -1)).permute(2, 0, 3, 1, 4)
-                y = nn.functional.scaled_dot_product_attention(*qkv, is_causal=True)
-                x = x + self.out(y.transpose(1, 2).flatten(-2))
-                return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
-
         torch.manual_seed(0)
-        blocks = [Decoding() for _ in range(size.layers)]
-        head = nn.Sequential(nn.LayerNorm(size.width), nn.Linear(size.width, size.vocabulary))
+        blocks = [Block(self.width, 4 * self.width, self.heads, self.width // self.heads) for _ in range(self.layers)]
+        head = nn.Sequential(nn.LayerNorm(self.width), nn.Linear(self.width, self.vocabulary))
         generator = torch.Generator().manual_seed(rank)
-        tokens = torch.randint(size.vocabulary, (size.sequences, size.length + 1), generator=generator)
-        return TorchTask([Embed(), *blocks, head], blocks, tokens[:, :-1], tokens[:, 1:], _cross_entropy)
+        tokens = torch.randint(self.vocabulary, (self.sequences, self.length + 1), generator=generator)
+        parts = [Embedding(self.vocabulary, self.length, self.width), *blocks, head]
+        return TorchTask(parts, blocks, tokens[:, :-1], tokens[:, 1:], _cross_entropy)
 
 
 def _cross_entropy(logits: Any, targets: Any) -> Any:
-    import torch
-
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 # ---------------------------------------------------------------------------------------------------------- the steps
@@ -195,8 +200,6 @@ def alone(
 
 def descent(model: Any, learning_rate: float) -> Callable[[], object]:
     """A step of SGD."""
-    import torch
-
     step: Callable[[], object] = torch.optim.SGD(model.parameters(), lr=learning_rate).step
     return step
 
@@ -205,8 +208,6 @@ def data_parallel(
     task: TorchTask, group: Any = None, hook: Callable[..., Any] | None = None, **options: Any
 ) -> TorchStep:
     """Gradients are averaged in buckets while the backward goes on. `hook`: what sends a bucket."""
-    from torch.nn.parallel import DistributedDataParallel
-
     model = DistributedDataParallel(task.model, process_group=group, **options)
     if hook is not None:
         model.register_comm_hook(group, hook)
@@ -215,8 +216,6 @@ def data_parallel(
 
 def averaged_after(task: TorchTask) -> TorchStep:
     """Forward and backward, then one all-reduce of all gradients: no overlap."""
-    import torch
-    import torch.distributed as distributed
 
     model, size = task.model, distributed.get_world_size()
 
@@ -233,10 +232,6 @@ def averaged_after(task: TorchTask) -> TorchStep:
 
 def fully_sharded(task: TorchTask, group: Any = None, learning_rate: float = 0.0) -> TorchStep:
     """FSDP2. Each block of the model is a unit, gathered for the forward and again for the backward."""
-    import torch.distributed as distributed
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
-
     mesh = DeviceMesh.from_group(distributed.group.WORLD if group is None else group, "cpu")
     for block in task.blocks:
         fully_shard(block, mesh=mesh)
@@ -246,10 +241,6 @@ def fully_sharded(task: TorchTask, group: Any = None, learning_rate: float = 0.0
 
 def pipelined(stages: Sequence[Any], task: TorchTask, microbatches: int, group: Any = None) -> TorchStep:
     """All micro-batches through the stages of all ranks: 1F1B, or interleaved if a rank has several stages."""
-    import torch
-    import torch.distributed as distributed
-    from torch.distributed import pipelining
-
     rank, size = distributed.get_rank(), distributed.get_world_size()
     parts = [
         pipelining.PipelineStage(module, rank + i * size, size * len(stages), torch.device("cpu"), group=group)
