@@ -13,8 +13,7 @@ from fompi.base.errors import FompiError
 from fompi.bench import table, trial
 from fompi.bench.cluster import TcpHosts
 from fompi.bench.measure import Bench, HostPlace, Options
-from fompi.cli import picture
-from fompi.cli.output import Progress, UsageError, check_writable, show_markdown
+from fompi.cli.output import Progress, UsageError, show_markdown
 from fompi.cli.plan import product_of
 from fompi.engine.handshake import agree
 
@@ -32,9 +31,6 @@ DEVICES = ("cuda", "software")
 ON_DEVICES = ("fused", "collectives", "parallel", "step")
 """The suites that have rows on a device."""
 
-PRINTED = "-"
-"""In place of a file's name: print it."""
-
 WITHOUT_SUMMARY = tuple(suite for suite in SUITES if suite not in ("fused", "peers", "planner", "adapt"))
 """Suites whose rows do not depend on each other: `--row` selects some of them."""
 
@@ -50,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--row", metavar="WORDS", default="", help="only the rows with these words in their name")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller rows")
     parser.add_argument(
-        "--json", nargs="?", const=PRINTED, metavar="FILE", help="all samples as JSON (no FILE: print it)"
+        "--json", nargs="?", const=table.PRINTED, metavar="FILE", help="all samples as JSON (no FILE: print it)"
     )
     parser.add_argument("--markdown", metavar="FILE", help="the table as Markdown")
     parser.add_argument("--plot", metavar="FILE", help="a picture, PNG or SVG (needs matplotlib)")
@@ -79,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     trial.note_threads()
     json, markdown, plot = options.json, options.markdown, options.plot
     with fompi.Communicator() as comm:
-        agree(comm, f"bench {suite}", refusal(comm.rank, json, markdown, plot))
+        agree(comm, f"bench {suite}", table.refusal(comm.rank, json, markdown, plot))
         place = place_of(comm, options.device)
         with (
             Progress.of_rank(comm.rank, f"bench {suite}") as progress,
@@ -93,11 +89,11 @@ def run(options: argparse.Namespace) -> int:
         facts = table.about(" ".join(["python -m fompi", *sys.argv[1:]]))
         if comm.rank == 0:
             text = table.markdown(rows, facts)
-            if json == PRINTED:
+            if json == table.PRINTED:
                 print(table.to_json(rows, facts), flush=True)
             else:
                 show_markdown(text)
-            if json not in (None, PRINTED):
+            if json not in (None, table.PRINTED):
                 Path(json).write_text(table.to_json(rows, facts) + "\n")
             if markdown is not None:
                 Path(markdown).write_text(text)
@@ -121,17 +117,3 @@ def place_of(comm: fompi.Communicator, device: str | None) -> HostPlace:
     from fompi.bench.device import DevicePlace
 
     return DevicePlace(device, comm)
-
-
-def refusal(rank: int, json: str | None, markdown: str | None, plot: str | None) -> Exception | None:
-    """What is wrong with the files. It is checked before anything is measured."""
-    try:
-        if plot is not None:
-            picture.check(plot)
-            picture.needs_matplotlib(plot)
-        for name in (json, markdown, plot) if rank == 0 else ():
-            if name is not None and name != PRINTED:
-                check_writable(name)
-    except (OSError, FompiError) as error:
-        return error
-    return None

@@ -21,56 +21,33 @@ from dataclasses import replace
 from functools import partial
 from statistics import median
 
+from fompi.bench import strategies
 from fompi.bench.accelerator import INSTANT, MARK, PILOT_ROUNDS, Accelerator
 from fompi.bench.measure import Bench, Call
 from fompi.bench.pipelines import pipelines
 from fompi.bench.strategies import (
-    EMULATED,
     FOMPI,
     KERNELS,
     MESSAGES,
     SERIAL,
-    Dimensions,
     Makers,
     Strategy,
     StrategySetting,
-    experts_side_by_side,
-    mixture_of_experts,
-    query_split,
-    ring,
-    ring_backward,
-    tensor_parallel_block,
-    ulysses,
-    ulysses_pairs,
-    ulysses_projections,
-    usp,
     with_bound,
-    zero_1,
 )
 from fompi.bench.two_axes import data_beside_tensor
 from fompi.bench.whole_step import whole_step
 from fompi.tuning.rounds import Row
 
-GPU = Dimensions(4096, 4096, 4096, 8192, 16, 128, 4096, 4096, 4096, 4096)
-QUICK_GPU = Dimensions(512, 1024, 1024, 2048, 8, 64, 1024, 1024, 512, 1024)
-SOFTWARE = Dimensions(16, 32, 32, 64, 8, 8, 32, 32, 16, 32)
-
-ON_DEVICE: Makers = {
-    "TP+SP block": tensor_parallel_block,
-    "ring attention": ring,
-    "Ulysses attention": ulysses,
-    "mixture of experts": mixture_of_experts,
-}
-
 
 def rows(bench: Bench) -> list[Row]:
     if bench.place.device is not None:
-        return rows_on_device(bench, ON_DEVICE)
+        return rows_on_device(bench, strategies.ON_DEVICE)
     made: list[Row] = []
-    accelerator, makers, size = Accelerator(), strategies(bench.comm.size), bench.comm.size
+    accelerator, makers, size = Accelerator(), strategies.on_accelerator(bench.comm.size), bench.comm.size
     with accelerator.on([bench.comm]):
         for what, make in makers.items():
-            strategy = make(StrategySetting(bench, bench.comm, EMULATED, accelerator))
+            strategy = make(StrategySetting(bench, bench.comm, strategies.EMULATED, accelerator))
             ratios = strategy.ratios[: 1 if bench.quick else None]
             for ratio in bench.each(ratios, partial(_title, what, strategy)):
                 made.append(measured(bench, accelerator, _title(what, strategy, ratio), strategy, ratio))
@@ -81,24 +58,6 @@ def rows(bench: Bench) -> list[Row]:
     if size > 2 and size % 2 == 0:
         more["data beside tensor parallelism"] = data_beside_tensor
     return [*made, *bench.rows(more)]
-
-
-def strategies(size: int) -> Makers:
-    """The strategies of so many ranks, by name."""
-    has_pairs = size % 2 == 0
-    return {
-        "ZeRO-1": zero_1,
-        "TP+SP block": tensor_parallel_block,
-        "attention, query split": query_split,
-        "ring attention": ring,
-        "ring attention, backward": ring_backward,
-        "Ulysses attention": ulysses,
-        **({"Ulysses attention, N = 2": ulysses_pairs} if has_pairs and size > 2 else {}),
-        "Ulysses, projections": ulysses_projections,
-        **({f"USP {size // 2}x2": usp} if has_pairs else {}),
-        "mixture of experts": mixture_of_experts,
-        "mixture of experts, forward under backward": experts_side_by_side,
-    }
 
 
 def _title(what: str, strategy: Strategy, ratio: float) -> str:
@@ -138,7 +97,8 @@ def compared(bench: Bench, what: str, call: Call, kernels: Call, messages: Call)
 
 def rows_on_device(bench: Bench, makers: Makers) -> list[Row]:
     """A row of each strategy. Its bound is of the T_c and T_m that were measured."""
-    sizes, made = SOFTWARE if bench.place.is_software else QUICK_GPU if bench.quick else GPU, []
+    gpu = strategies.QUICK_GPU if bench.quick else strategies.GPU
+    sizes, made = strategies.SOFTWARE if bench.place.is_software else gpu, []
     for what in bench.each([*makers]):
         strategy = makers[what](StrategySetting(bench, bench.comm, sizes))
         assert strategy.kernels is not None and strategy.messages is not None

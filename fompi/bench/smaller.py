@@ -22,17 +22,9 @@ import numpy as np
 import fompi
 from fompi.backends.numpy import Numpy
 from fompi.base.wires import WIRES
+from fompi.bench import strategies
 from fompi.bench.measure import Bench, Call, Calls
-from fompi.bench.strategies import (
-    Dimensions,
-    Makers,
-    StrategySetting,
-    mixture_of_experts,
-    pipeline,
-    ring,
-    tensor_parallel_block,
-    zero_1,
-)
+from fompi.bench.strategies import Dimensions, StrategySetting
 from fompi.tuning.rounds import Row, median_figure
 
 PLAIN = "float32"
@@ -57,12 +49,12 @@ TIMES_LONGER = 2.0
 DIMENSIONS = Dimensions(1024, 1024, 128, 1024, 8, 64, 1024, 128, 256, 512)
 QUICK_DIMENSIONS = Dimensions(64, 64, 128, 64, 8, 64, 64, 128, 16, 32)
 
-STRATEGIES: Makers = {
-    "tensor": tensor_parallel_block,
-    "ring attention": ring,
-    "experts": mixture_of_experts,
-    "pipeline": pipeline,
-    "ZeRO": zero_1,
+STRATEGIES: strategies.Makers = {
+    "tensor": strategies.tensor_parallel_block,
+    "ring attention": strategies.ring,
+    "experts": strategies.mixture_of_experts,
+    "pipeline": strategies.pipeline,
+    "ZeRO": strategies.zero_1,
 }
 """They run forward and backward: a pipeline and ZeRO a step."""
 

@@ -58,6 +58,9 @@ class Dimensions(NamedTuple):
 
 
 EMULATED = Dimensions(1024, 2048, 1024, 2048, 8, 64, 512, 1024, 1024, 512)
+GPU = Dimensions(4096, 4096, 4096, 8192, 16, 128, 4096, 4096, 4096, 4096)
+QUICK_GPU = Dimensions(512, 1024, 1024, 2048, 8, 64, 1024, 1024, 512, 1024)
+SOFTWARE = Dimensions(16, 32, 32, 64, 8, 8, 32, 32, 16, 32)
 
 BUCKETS, EXPERTS, CHOSEN, MICROBATCHES, MOST_SLICES = 8, 8, 2, 8, 8
 
@@ -517,3 +520,29 @@ def pipeline(s: StrategySetting) -> Strategy:
 
 
 Makers = Mapping[str, Callable[[StrategySetting], Strategy]]
+
+ON_DEVICE: Makers = {
+    "TP+SP block": tensor_parallel_block,
+    "ring attention": ring,
+    "Ulysses attention": ulysses,
+    "mixture of experts": mixture_of_experts,
+}
+"""The strategies of the suite `parallel` on a device, by name."""
+
+
+def on_accelerator(size: int) -> Makers:
+    """The strategies of so many ranks, by name."""
+    has_pairs = size % 2 == 0
+    return {
+        "ZeRO-1": zero_1,
+        "TP+SP block": tensor_parallel_block,
+        "attention, query split": query_split,
+        "ring attention": ring,
+        "ring attention, backward": ring_backward,
+        "Ulysses attention": ulysses,
+        **({"Ulysses attention, N = 2": ulysses_pairs} if has_pairs and size > 2 else {}),
+        "Ulysses, projections": ulysses_projections,
+        **({f"USP {size // 2}x2": usp} if has_pairs else {}),
+        "mixture of experts": mixture_of_experts,
+        "mixture of experts, forward under backward": experts_side_by_side,
+    }

@@ -16,12 +16,12 @@ from typing import Any
 import fompi
 from fompi.base.errors import LaunchError
 from fompi.base.wires import wire_of
-from fompi.bench import fused
+from fompi.bench import fused, table
 from fompi.bench.cluster import TcpHosts
 from fompi.bench.measure import DEFAULT, Bench, Options
 from fompi.bench.peers import KERNEL, UNFUSED, cases_of
 from fompi.cli import plan
-from fompi.cli.output import Progress, Table, UsageError, check_writable, is_first_rank, show, show_json
+from fompi.cli.output import Progress, Table, UsageError, is_first_rank, show, show_json
 from fompi.engine.handshake import agree
 from fompi.mpi import launcher, transport
 from fompi.runtime.report import percentile
@@ -95,15 +95,11 @@ def run_shape(shape: Shape, ranks: int, rounds: int, json_file: str | None, wire
         return status
     note_threads()
     with fompi.Communicator() as comm:
-        refusal = None
-        if json_file not in (None, "-") and comm.rank == 0:
-            try:
-                check_writable(json_file)
-            except OSError as error:
-                refusal = error
-        agree(comm, f"try {text}", refusal)
-        mpi = comm.link.comm
-        with Progress.of_rank(comm.rank, f"try {text}") as progress, TcpHosts(mpi, patience=PATIENCE) as cluster:
+        agree(comm, f"try {text}", table.refusal(comm.rank, json_file))
+        with (
+            Progress.of_rank(comm.rank, f"try {text}") as progress,
+            TcpHosts(comm.link.comm, patience=PATIENCE) as cluster,
+        ):
             load, rows, bench = OtherLoad(cluster.comm), list[Row](), Bench(comm, cluster, Options(rounds))
             for case in progress.each(cases_of(shape, comm.size)):
                 rows.append(fused.measured(bench, case, has_slices=False, wire=wire))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from fompi.base.errors import FompiError
-from fompi.bench import command, fused, papers, peers, planner, trial
+from fompi.bench import fused, papers, peers, planner, table, trial
 from fompi.bench.measure import DEFAULT, Bench, Options
 from fompi.model.machine import Level, Machine
 from fompi.tuning.rounds import Row
@@ -242,7 +242,7 @@ def test_plans_that_may_be_the_best_are_finalists(others, finalists):
     ],
 )
 def test_files_are_checked_before_anything_is_measured(files, words):
-    refusal = command.refusal(0, *files)
+    refusal = table.refusal(0, *files)
     assert (refusal is None) == (words is None)
     if words is not None:
         assert isinstance(refusal, (FompiError, OSError)) and words in str(refusal)
