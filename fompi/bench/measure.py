@@ -19,7 +19,6 @@ from fompi.plans.meaning import layouts
 from fompi.plans.plan import Plan
 from fompi.tuning.rounds import (
     TOLERANCE,
-    Contestant,
     Row,
     WrongResult,
     alternate,
@@ -144,7 +143,7 @@ class Bench:
         def error(y: Any) -> float:
             return relative_error(self.place.read(y), reference)
 
-        return checked(self.mpi, {name: Contestant(call, error) for name, call in calls.items()}, tolerance)
+        return checked(self.mpi, calls, error, tolerance)
 
     def compare(self, name: str, ours: Sequence[Any], theirs: Sequence[Any], limit: float = 1e-3) -> None:
         """Raise WrongResult on all ranks if tensors of torch differ by more than `limit` of the largest on one."""
