@@ -25,7 +25,8 @@ MOST_PARTS = 64
 CONTROL_POLLS = 64
 """Control messages are rare, so they are received only at every 64th poll."""
 
-FINISHED, GOES_ON, STALLED, HAS_KERNELS = map(number, ("FINISHED", "GOES_ON", "STALLED", "HAS_KERNELS"))
+STATES = ("FINISHED", "GOES_ON", "STALLED", "FAILED", "DISAGREES", "HAS_KERNELS")
+FINISHED, GOES_ON, STALLED, FAILED, DISAGREES, HAS_KERNELS = map(number, STATES)
 """The state of a call in C. The last: it has kernels for Python, and goes on."""
 
 MOVED, ENDED, READY = map(number, ("MOVED", "HAS_ENDED", "HAS_READY"))

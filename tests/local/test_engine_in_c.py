@@ -18,14 +18,13 @@ from time import perf_counter, sleep
 import numpy as np
 import pytest
 
+from fompi.engine.in_flight import FAILED, FINISHED, GOES_ON, HAS_KERNELS
 from fompi.engine.native import PACE
 from fompi.runtime.lower import CHECK, IN_PYTHON, OP
 
 native = pytest.importorskip("fompi.native._native", reason="fompi was installed without a C compiler")
 
 HERE = Path(__file__).resolve().parent
-STATES = ("FINISHED", "GOES_ON", "STALLED", "FAILED", "DISAGREES", "HAS_KERNELS")
-FINISHED, GOES_ON, STALLED, FAILED, DISAGREES, HAS_KERNELS = (getattr(native, name) for name in STATES)
 SEND, RECV, KERNEL = range(3)
 ADD, FLOAT32 = 1, 1
 MARK = 100

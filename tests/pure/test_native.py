@@ -18,6 +18,7 @@ import pytest
 from fompi.backends import in_c
 from fompi.backends.half import narrow, storage
 from fompi.backends.numpy import Numpy
+from fompi.engine.in_flight import FINISHED, GOES_ON, HAS_KERNELS
 from fompi.engine.native import FUNCTIONS, PACE, _address
 from fompi.model.twin import twin
 from fompi.runtime.compiled import Compiled
@@ -26,8 +27,6 @@ from fompi.schedules import registry
 
 native = pytest.importorskip("fompi.native._native", reason="fompi was installed without a C compiler")
 
-STATES = ("FINISHED", "GOES_ON", "STALLED", "FAILED", "DISAGREES", "HAS_KERNELS")
-FINISHED, GOES_ON, STALLED, FAILED, DISAGREES, HAS_KERNELS = (getattr(native, name) for name in STATES)
 DTYPES = pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16", "int64", "uint8", "complex64"])
 INT, POINTER, HANDLE, INTS = ctypes.c_int, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.POINTER(ctypes.c_int)
 SEND = ctypes.CFUNCTYPE(INT, POINTER, INT, HANDLE, INT, INT, HANDLE, POINTER)
