@@ -24,6 +24,7 @@ import numpy as np
 
 import fompi
 from fompi.bench.measure import DEFAULT, MIB, Bench, Call
+from fompi.bench.rivals.rival import of_mpi
 from fompi.schedules.registry import can_move
 from fompi.tuning.rounds import Row
 
@@ -160,13 +161,7 @@ def problem_of(operation: str, total: int, rank: int, size: int) -> tuple[np.nda
 
 def native(operation: str, comm: Any, x: np.ndarray, shape: tuple[int, ...]) -> Callable[[], np.ndarray]:
     """The MPI library's own blocking call."""
-    y = np.empty(shape, x.dtype)
-    collective = {
-        "all_gather": comm.Allgather,
-        "reduce_scatter": comm.Reduce_scatter_block,
-        "all_to_all": comm.Alltoall,
-        "all_reduce": comm.Allreduce,
-    }[operation]
+    y, collective = np.empty(shape, x.dtype), of_mpi(comm, operation)
 
     def call() -> np.ndarray:
         collective(x, y)

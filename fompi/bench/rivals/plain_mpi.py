@@ -14,31 +14,25 @@ from typing import Any
 import numpy as np
 
 from fompi.bench.rivals.messages import Requests, Sum
-from fompi.bench.rivals.rival import Array, Rival, Sliced
+from fompi.bench.rivals.rival import Array, Rival, Sliced, of_mpi
 
 
 def blocking(operation: str, comm: Any, x: Array, w: Array) -> Rival:
     """The kernel and the library's blocking collective, one after the other."""
     comm = comm.Dup()
-    whole = Sliced(operation, comm.size, x, w, 1)
+    whole, gathers = Sliced(operation, comm.size, x, w, 1), operation == "all_gather_matmul"
+    collective = of_mpi(comm, operation.removeprefix("matmul_").removesuffix("_matmul"))
 
-    def gather() -> Array:
-        comm.Allgather(x, whole.gathered)
-        whole.multiply_gathered(0)
+    def call() -> Array:
+        if gathers:
+            collective(x, whole.gathered)
+            whole.multiply_gathered(0)
+        else:
+            whole.multiply(0)
+            collective(whole.product, whole.y)
         return whole.y
 
-    def scatter() -> Array:
-        whole.multiply(0)
-        collective(whole.product, whole.y)
-        return whole.y
-
-    collective = {
-        "all_gather_matmul": comm.Allgather,
-        "matmul_reduce_scatter": comm.Reduce_scatter_block,
-        "matmul_all_reduce": comm.Allreduce,
-        "matmul_all_to_all": comm.Alltoall,
-    }[operation]
-    return Rival(gather if operation == "all_gather_matmul" else scatter, comm.Free)
+    return Rival(call, comm.Free)
 
 
 def native_slices(operation: str, comm: Any, x: Array, w: Array, slices: int, window: int = 2) -> Rival:

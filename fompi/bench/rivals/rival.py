@@ -31,6 +31,17 @@ class Rival(NamedTuple):
     close: Callable[[], None]
 
 
+def of_mpi(comm: Any, collective: str) -> Callable[[Array, Array], object]:
+    """The MPI library's own blocking call, from one array to another."""
+    calls: dict[str, Callable[[Array, Array], object]] = {
+        "all_gather": comm.Allgather,
+        "reduce_scatter": comm.Reduce_scatter_block,
+        "all_to_all": comm.Alltoall,
+        "all_reduce": comm.Allreduce,
+    }
+    return calls[collective]
+
+
 def result_rows(operation: str, size: int, rows: int) -> int:
     """The rows of a rank's result, if the rank's x has `rows`."""
     if operation == "all_gather_matmul":
