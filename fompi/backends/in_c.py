@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fompi.base.wires import WIRES
-from fompi.native import number
+from fompi.native.numbers import number
 from fompi.plans.dependencies import divisor
 from fompi.plans.kernels import DECODE, DECODE_ADD, ENCODE, MOVES
 

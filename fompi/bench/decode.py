@@ -143,12 +143,10 @@ class Decoder:
             return parts[i]
 
         for block, cache in self.layers:
-            for i, start in enumerate(starts):
-                y = block.attention(arrive(i), cache, start)
-                flying[i] = y, summed(y, waits=len(parts) == 1)
-            for i in range(len(parts)):
-                y = block.mlp(arrive(i))
-                flying[i] = y, summed(y, waits=len(parts) == 1)
+            for attends in (True, False):
+                for i, start in enumerate(starts):
+                    y = block.attention(arrive(i), cache, start) if attends else block.mlp(arrive(i))
+                    flying[i] = y, summed(y, waits=len(parts) == 1)
         return self.output([arrive(i) for i in range(len(parts))][-1][-1:])
 
 

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 import fompi
-from fompi.base.layout import slices_in_words
-from fompi.bench.measure import DEFAULT, Bench, Call, repeated
+from fompi.bench import peers
+from fompi.bench.measure import DEFAULT, Bench, Call, repeated, schedules
 from fompi.bench.peers import KERNEL, UNFUSED, PeerCase, cases, cases_of, kernel_of, low_end, without_fompi
 from fompi.bench.rivals.exchange import bare_exchange
 from fompi.cli.output import UsageError
@@ -37,11 +37,7 @@ from fompi.tuning.rounds import Figure, Row, best_of, geometric_mean, of_all_ran
 
 SLICES = (2, 4, 8)
 
-CANDIDATES: dict[str, dict[str, Any]] = {
-    f"fompi {schedule}, {slices_in_words(slices)}": {"schedule": schedule, "slices": slices}
-    for schedule, cuts in {"direct": (1, 2, 4, 8, *UNEVEN), "ring": (1, 2, 4, 8)}.items()
-    for slices in cuts
-}
+CANDIDATES = schedules({"direct": (1, 2, 4, 8, *UNEVEN), "ring": (1, 2, 4, 8)})
 """The schedules of fompi, by the names of contestants."""
 
 BARE = "bare exchange"
@@ -52,9 +48,8 @@ PILOT_ROUNDS = 5
 PIECES = 4
 """Pieces of a shard in the bare exchange."""
 
-LEAST_BOUND, LEAST_OVER_UNFUSED, MOST_SLOWER, LEAST_SLICED, LEAST_SLICED_CASE = 0.94, 1.55, 1.02, 1.0, 0.97
-"""Targets: bound / time; without overlap / fompi in the headline row; fompi / without overlap; slices / fompi as a mean
-of all rows, and in each row."""
+LEAST_BOUND, LEAST_OVER_UNFUSED = 0.94, 1.55
+"""Targets: bound / time; without overlap / fompi in the headline row. Others are those of `fompi.bench.peers`."""
 
 MOST_CPU = 0.1
 """The most that c_m may be of T_m."""
@@ -135,13 +130,13 @@ def evaluated(bench: Bench, case: PeerCase, best: str, cpu: float, row: Row) -> 
     figures = [
         Figure("bound / time", bound / row.median(best), limit=1.0),
         row.ratio(unfused, best, least=least, limit=(t_c + t_m) / bound),
-        low_end(row.ratio(best, unfused), most=asked(MOST_SLOWER)),
+        low_end(row.ratio(best, unfused), most=asked(peers.MOST_SLOWER)),
         Figure("c_m / T_m", cpu / t_m, most=asked(MOST_CPU)),
         Figure(f"bound / time{LOWER_QUARTILES}", soonest / quartiles[best], limit=1.0),
         row.ratio(DEFAULT, best),
     ]
     if slices:
-        figures.append(row.ratio(row.best(slices), best, least=asked(LEAST_SLICED_CASE)))
+        figures.append(row.ratio(row.best(slices), best, least=asked(peers.LEAST_SLICED_CASE)))
         best_slices = min(quartiles[name] for name in slices)
         figures.append(Figure(f"best slices / fompi{LOWER_QUARTILES}", best_slices / quartiles[best]))
     is_void = not bench.cluster.shared and cpu > MOST_CPU * t_m
@@ -151,7 +146,7 @@ def evaluated(bench: Bench, case: PeerCase, best: str, cpu: float, row: Row) -> 
         limits={"T_c": t_c, "T_m": t_m, "bound": bound},
         figures=figures,
         marks=["void: the exchange costs too much CPU time"] * is_void,
-        progress=f"{bench.progress}; slices of mpi4py: a helper that polls; {bench.cluster.turns()}",
+        progress=peers.progress_of(bench),
     )
 
 
@@ -167,7 +162,7 @@ def summary(bench: Bench, measured_rows: list[Row]) -> Row:
         what = f"geometric mean of {len(valid)} rows"
         means.append(mean(f"bound / time, {what}", valid, 0, least=bench.asked(LEAST_BOUND), limit=1.0))
         means.append(mean(f"bound / time{LOWER_QUARTILES}, {what}", valid, 4, limit=1.0))
-    least = bench.asked(LEAST_SLICED)
+    least = bench.asked(peers.LEAST_SLICED)
     means.append(mean("best slices / fompi, geometric mean", measured_rows, 6, least=least))
     means.append(mean(f"best slices / fompi{LOWER_QUARTILES}, geometric mean", measured_rows, 7))
     means.append(mean(f"{DEFAULT} / the best of fompi, geometric mean", measured_rows, 5))

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 import fompi
-from fompi.base.layout import Shard, Spec
+from fompi.base.layout import Shard, Spec, slices_in_words
 from fompi.bench.cluster import TcpHosts
 from fompi.cli.output import Progress
 from fompi.engine.communicator import Communicator
@@ -162,6 +162,15 @@ class Bench:
         """The operation on these shards by each of these schedules, bound until `held` closes them."""
         made = partial(plan, operation, *given.values(), self.comm.size)
         return {name: self.bound(held, made(**how), **given) for name, how in schedules.items()}
+
+
+def schedules(cuts: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
+    """Schedules with these numbers of slices, or sizes of slices, by the names of contestants."""
+    return {
+        f"fompi {schedule}, {slices_in_words(slices)}": {"schedule": schedule, "slices": slices}
+        for schedule, each in cuts.items()
+        for slices in each
+    }
 
 
 def plan(operation: str, *tensors: Any, **how: Any) -> Plan:

@@ -26,8 +26,8 @@ import numpy as np
 
 import fompi
 from fompi.backends.emulated import CORNER, Emulated, corner
-from fompi.base.layout import offsets, slices_in_words, split
-from fompi.bench.measure import Bench, Call, plan
+from fompi.base.layout import offsets, split
+from fompi.bench.measure import Bench, Call, plan, schedules
 from fompi.bench.rivals.exchange import bare_exchange
 from fompi.model.machine import Machine
 from fompi.mpi.transport import library
@@ -43,11 +43,7 @@ RATIOS = (0.56, 1.0, 2.0)
 PIECES = (1, 4, 8)
 """Pieces of a shard in the bare exchange. The best of these is T_m."""
 
-CANDIDATES: dict[str, dict[str, Any]] = {
-    f"fompi {schedule}, {slices_in_words(slices)}": {"schedule": schedule, "slices": slices}
-    for schedule in ("direct", "ring")
-    for slices in (1, 4, 8, 16)
-}
+CANDIDATES = schedules({"direct": (1, 4, 8, 16), "ring": (1, 4, 8, 16)})
 UNFUSED: dict[str, dict[str, Any]] = {
     "unfused, native": {"schedule": "unfused"},
     "unfused, P2P": {"schedule": "unfused_p2p"},

@@ -21,9 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from fompi.base.layout import slices_in_words
 from fompi.bench.cluster import TcpHosts
-from fompi.bench.measure import Bench, Call
+from fompi.bench.measure import Bench, Call, schedules
 from fompi.bench.rivals import plain_mpi
 from fompi.bench.rivals.gloo import Gloo
 from fompi.bench.rivals.rival import OPERATIONS, Array, Rival
@@ -33,10 +32,7 @@ from fompi.tuning.rounds import Figure, Row, geometric_mean, texts
 M = 2048
 KS, QUICK_KS = (512, 1024, 2048, 4096), (512,)
 SLICES, QUICK_SLICES = (2, 4, 8), (2,)
-FUSED: dict[str, dict[str, Any]] = {
-    f"fompi direct, {slices_in_words(slices)}": {"schedule": "direct", "slices": slices}
-    for slices in (1, 2, 4, 8, (1, 2, 4), (4, 2, 1))
-}
+FUSED = schedules({"direct": (1, 2, 4, 8, (1, 2, 4), (4, 2, 1))})
 KERNEL, WIRE = "kernel alone", "wire"
 UNFUSED_P2P, BLOCKING, PAIRWISE = "unfused, fompi P2P", "unfused, mpi4py blocking", "unfused, mpi4py P2P"
 UNFUSED = (UNFUSED_P2P, BLOCKING, PAIRWISE)
@@ -224,8 +220,13 @@ def measured(
         base=row.best(UNFUSED),
         limits={"T_c": row.median(KERNEL)} | ({} if cluster.shared else {"wire": row.median(WIRE)}),
         figures=figures(bench, row, row.best(FUSED)),
-        progress=f"{bench.progress}; slices of mpi4py: a helper that polls; {cluster.turns()}",
+        progress=progress_of(bench),
     )
+
+
+def progress_of(bench: Bench) -> str:
+    """How the messages of a row progressed, and how often others disturbed it, in words."""
+    return f"{bench.progress}; slices of mpi4py: a helper that polls; {bench.cluster.turns()}"
 
 
 def figures(bench: Bench, row: Row, best: str) -> list[Figure]:

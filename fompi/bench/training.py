@@ -77,7 +77,7 @@ class Block(nn.Module):
         return x + self.mlp(x)
 
 
-class Embedding(nn.Module):
+class TokenEmbedding(nn.Module):
     """Of tokens and of their places."""
 
     def __init__(self, vocabulary: int, length: int, width: int):
@@ -147,7 +147,7 @@ class Gpt(NamedTuple):
         head = nn.Sequential(nn.LayerNorm(self.width), nn.Linear(self.width, self.vocabulary))
         generator = torch.Generator().manual_seed(rank)
         tokens = torch.randint(self.vocabulary, (self.sequences, self.length + 1), generator=generator)
-        parts = [Embedding(self.vocabulary, self.length, self.width), *blocks, head]
+        parts = [TokenEmbedding(self.vocabulary, self.length, self.width), *blocks, head]
         return TorchTask(parts, blocks, tokens[:, :-1], tokens[:, 1:], _cross_entropy)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from fompi.backends.base import Token
 from fompi.engine.port import Port, Queued
 from fompi.engine.tasks import MessageParts, Sent, Task, Watch
-from fompi.native import number
+from fompi.native.numbers import number
 
 EAGER_NBYTES = 4096
 """Every MPI copies a message of up to this many bytes when it is sent. Testing its request right then saves a poll."""

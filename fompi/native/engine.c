@@ -1363,7 +1363,7 @@ static PyMethodDef functions[] = {
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "fompi.native._native", "Calls in C.", -1, functions, NULL, NULL, NULL, NULL};
 
 #define NUMBER(name) {#name, name}
-static const struct { const char *name; long value; } numbers[] = { /* for `fompi.native.number` */
+static const struct { const char *name; long value; } numbers[] = { /* for `fompi.native.numbers` */
     {"OP_NBYTES", (long)sizeof(Op)},
     NUMBER(SEND), NUMBER(RECV), NUMBER(KERNEL), NUMBER(CHECK), NUMBER(PYTHON),
     NUMBER(SYNCHRONOUS), NUMBER(TESTED), NUMBER(ABSOLUTE), NUMBER(CARRIED), NUMBER(MERGE),

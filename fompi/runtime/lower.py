@@ -11,7 +11,7 @@ import numpy as np
 from fompi.backends.in_c import BYTE, COPY, kernel_of
 from fompi.base.layout import ITEMSIZE
 from fompi.engine.in_flight import EAGER_NBYTES
-from fompi.native import number
+from fompi.native.numbers import number
 from fompi.plans.plan import Compute
 from fompi.runtime.compiled import COMPUTE, NATIVE, RECV, SEND, Compiled, Place, Sized
 
