@@ -1,4 +1,4 @@
-"""Which kernels there are in C, by the numbers of `native/half.h`, and sums of half types by them."""
+"""Which kernels there are in C, and sums of half types by them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fompi.base.wires import WIRES
+from fompi.native.numbers import number
 from fompi.plans.dependencies import divisor
 from fompi.plans.kernels import DECODE, DECODE_ADD, ENCODE, MOVES
 
@@ -17,31 +18,37 @@ try:
 except ImportError:
     run = None
 
-COPY, MEAN, BYTE = 0, 3, 0
 
-KERNELS = {"add": 1, "prod": 2, "max": 4, "min": 5}
+def _numbers(*names: str) -> dict[str, int]:
+    return {name: number(name.upper()) for name in names}
 
-NOT_COMPLEX = frozenset((2, 4, 5))
+
+COPY, MEAN, BYTE = number("COPY"), number("MEAN"), number("BYTE")
+
+KERNELS = _numbers("add", "prod", "max", "min")
+
+NOT_COMPLEX = {KERNELS[name] for name in ("prod", "max", "min")}
+
+BITS = (8, 16, 32, 64)
 
 DTYPES = {
-    "float32": 1, "float64": 2, "int8": 4, "uint8": 4, "int16": 5, "uint16": 5, "int32": 6, "uint32": 6,
-    "int64": 7, "uint64": 7, "complex64": 8, "complex128": 9,
-}  # fmt: skip
+    **_numbers("float32", "float64", "complex64", "complex128", *(f"uint{bits}" for bits in BITS)),
+    **{f"int{bits}": number(f"UINT{bits}") for bits in BITS},
+}
 """Integers wrap, so signed ones are added as unsigned ones."""
 
-ORDERED = {"bool": 4, "int8": 11, "int16": 12, "int32": 13, "int64": 14}
+ORDERED = {"bool": number("UINT8"), **_numbers(*(f"int{bits}" for bits in BITS))}
 """The dtypes of maxima and minima, where they are others."""
 
-HALF_DTYPES = {"bfloat16": 3, "float16": 10}
+HALF_DTYPES = _numbers("bfloat16", "float16")
 """Half types. Sums of them may be kept in float32: the flags of the kernel say which operands are."""
 
-
-WIRE_KERNELS = (6, ENCODE), (7, DECODE), (8, DECODE_ADD)
+WIRE_KERNELS = (number("ENCODE"), ENCODE), (number("DECODE"), DECODE), (number("DECODE_ADD"), DECODE_ADD)
 """The kernels of wires. Their dtype is the number of the wire, their flags are the dtypes of operands and result."""
 
-WIRE_NUMBERS = {name: number for number, name in enumerate(WIRES)}
+WIRE_NUMBERS = {name: number(f"WIRE_{name.partition('_')[0].upper()}") for name in WIRES}
 
-WIRE_DTYPES = {"uint8": 0, "float32": 1, "bfloat16": 3, "float16": 10}
+WIRE_DTYPES = {"uint8": BYTE, **_numbers("float32", "bfloat16", "float16")}
 """The dtypes of what kernels of wires work on: bytes of the wire, and elements."""
 
 
@@ -73,11 +80,11 @@ def kernel_of(name: str, reads: Sequence[str], writes: Sequence[str]) -> KernelI
         flags = sum(1 << k for k, dtype in enumerate(dtypes) if dtype == "float32")
         return KernelInC(known, HALF_DTYPES[halves.pop()], count or 1, flags)
     dtype = dtypes[0]
-    number = ORDERED.get(dtype) if name in ("max", "min") else None
-    number = number or DTYPES.get(dtype)
-    if len({*dtypes}) > 1 or number is None or known == COPY or (known in NOT_COMPLEX and "complex" in dtype):
+    in_order = ORDERED.get(dtype) if name in ("max", "min") else None
+    of_c = in_order or DTYPES.get(dtype)
+    if len({*dtypes}) > 1 or of_c is None or known == COPY or (known in NOT_COMPLEX and "complex" in dtype):
         return None
-    return None if count and "int" in dtype else KernelInC(known, number, count or 1, 0)
+    return None if count and "int" in dtype else KernelInC(known, of_c, count or 1, 0)
 
 
 def bound(name: str, reads: Sequence[Any], writes: Sequence[Any], dtypes: Any) -> Callable[[], None] | None:

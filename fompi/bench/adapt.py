@@ -15,12 +15,11 @@ from typing import Any
 
 import fompi
 from fompi.base.errors import StateError
-from fompi.bench.cluster import TcpHosts
-from fompi.bench.collectives import MIB, problem_of, progress
-from fompi.bench.options import Options
+from fompi.bench.collectives import problem_of
+from fompi.bench.measure import MIB, Bench, repeated
 from fompi.bench.planner import explained_for
 from fompi.tuning.calibrate import calibrate
-from fompi.tuning.rounds import Contestant, Figure, Row, alternate, calls_of, checked, meet, relative_error
+from fompi.tuning.rounds import Figure, Row, meet
 
 OPERATIONS = {"all_gather": 17, "reduce_scatter": 20, "all_reduce": 22}
 """How many calls there are before the link drops. They differ because ranks compare times after every eighth call."""
@@ -37,52 +36,42 @@ DROP, MOST_OVER_FRESH = 3, 1.10
 """The link's rate is divided by this. The target for adapted / fresh."""
 
 
-def rows(comm: Any, options: Options) -> list[Row]:
+def rows(bench: Bench) -> list[Row]:
     if "NETLAB_CONTROL" not in os.environ:
         raise StateError("bench adapt changes links: start it with python -m fompi.lab (docs/howto/lab.md)")
-    total = QUICK_TOTAL if options.quick else TOTAL
-    with TcpHosts(comm.link.comm) as cluster:
-        operations = options.progress.each([*OPERATIONS])
-        return [_measured(comm, cluster, operation, total, options.rounds) for operation in operations]
+    total = QUICK_TOTAL if bench.quick else TOTAL
+    return bench.rows({operation: partial(_measured, operation=operation, total=total) for operation in OPERATIONS})
 
 
-def _measured(comm: Any, cluster: TcpHosts, operation: str, total: int, rounds: int) -> Row:
-    mpi, machine = comm.link.comm, calibrate(comm)
+def _measured(bench: Bench, operation: str, total: int) -> Row:
+    comm, machine = bench.comm, calibrate(bench.comm)
     full = int(os.environ["NETLAB_RATES"].split(",")[1]) // 10**6
     x, reference = problem_of(operation, total, comm.rank, comm.size)
-    error = partial(relative_error, reference=reference)
     with fompi.bind(explained_for(machine, operation, comm.size, x), comm=comm, x=x, adapt=True) as step:
-        for _ in range(OPERATIONS[operation]):
-            step()
+        repeated(step, OPERATIONS[operation])
         first = step.changes[-1]
         _set_rate(comm, full // DROP)
         calls = 0
         while calls < GIVE_UP_CALLS and step.changes[-1] is first:
             step()
             calls += 1
-        for _ in range(SETTLING_CALLS):
-            step()
+        repeated(step, SETTLING_CALLS)
         now = explained_for(calibrate(comm), operation, comm.size, x)
         with fompi.bind(now, comm=comm, x=x) as fresh:
-            contestants = {"adapted": Contestant(step, error), "fresh plan": Contestant(fresh, error)}
-            errors, before = checked(mpi, contestants), len(step.changes)
-            samples = alternate(mpi, calls_of(contestants), rounds, idle=cluster.idle)
+            contestants = {"adapted": step, "fresh plan": fresh}
+            errors, before = bench.checked(contestants, reference), len(step.changes)
+            what = f"{operation} of {total // MIB} MiB, a link drops to a third"
+            row = bench.row(what, contestants, base="fresh plan", errors=errors)
         last, refits = step.changes[-1], len(step.changes) - before
     _set_rate(comm, full)
     marks = [f"from {first.candidate} to {last.candidate}, fresh: {now.winner.candidate}"]
     if refits:
         marks.append(f"adapted measured the links again in {refits} of the rounds, which is part of its time")
-    row = Row(f"{operation} of {total // MIB} MiB, a link drops to a third", str(cluster), samples, errors=errors)
-    return replace(
-        row,
-        base="fresh plan",
-        figures=[
-            Figure("calls until the plan changes", calls, most=MOST_CALLS),
-            row.ratio("adapted", "fresh plan", most=MOST_OVER_FRESH, limit=1.0),
-        ],
-        marks=marks,
-        progress=progress(comm),
-    )
+    figures = [
+        Figure("calls until the plan changes", calls, most=MOST_CALLS),
+        row.ratio("adapted", "fresh plan", most=MOST_OVER_FRESH, limit=1.0),
+    ]
+    return replace(row, figures=figures, marks=marks)
 
 
 def _set_rate(comm: Any, mbit: int) -> None:

@@ -12,16 +12,18 @@ A size is that of the larger tensor of a rank, in bytes. The results of fompi ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from fompi.bench.cluster import TcpHosts
-from fompi.bench.collectives import progress
-from fompi.bench.options import Options
-from fompi.bench.rivals.gloo import torch_hosts
-from fompi.bench.step import compare, repeated
+import numpy as np
+import torch
+from torch import distributed as dist
+
+from fompi.bench.measure import Bench, repeated
+from fompi.bench.training import beside_torch
 from fompi.engine.communicator import Communicator
-from fompi.tuning.rounds import Figure, Row, alternate, difference
+from fompi.tuning.rounds import Figure, Row, difference
 
 SIZES = (64, 1 << 10, 1 << 14, 1 << 16, 1 << 20, 1 << 24, 100_000_000)
 QUICK_SIZES = (1 << 10,)
@@ -47,16 +49,12 @@ class Verb(NamedTuple):
     result: Callable[[], list[Any]]
 
 
-def rows(comm: Communicator, options: Options) -> list[Row]:
-    sizes = QUICK_SIZES if options.quick else SIZES
+def rows(bench: Bench) -> list[Row]:
+    sizes = QUICK_SIZES if bench.quick else SIZES
     cases = [(verb, size) for verb in VERBS for size in ((0,) if verb == "barrier" else sizes)]
-
-    def name(case: tuple[str, int]) -> str:
-        return f"{case[0]} {_bytes(case[1])}".strip()
-
-    with torch_hosts(comm, "c10d", options.quick) as (cluster, distributed):
-        group = distributed.new_group(backend="fompi")
-        return [measured(comm, cluster, group, name(case), *case, options.rounds) for case in options.each(cases, name)]
+    with beside_torch(bench) as (beside, group):
+        makers = {f"{verb} {_bytes(size)}".strip(): (verb, size) for verb, size in cases}
+        return [measured(beside, group, what, *makers[what]) for what in bench.each([*makers])]
 
 
 def _bytes(size: int) -> str:
@@ -66,24 +64,22 @@ def _bytes(size: int) -> str:
     return ""
 
 
-def measured(comm: Communicator, cluster: TcpHosts, group: Any, what: str, verb: str, nbytes: int, rounds: int) -> Row:
-    mpi = comm.link.comm
-    gloo, ours = (verb_of(each, comm, verb, nbytes) for each in (None, group))
+def measured(bench: Bench, group: Any, what: str, verb: str, nbytes: int) -> Row:
+    gloo, ours = (verb_of(each, bench.comm, verb, nbytes) for each in (None, group))
     for each in (gloo, ours):
         each.call()
     if gloo.result():
-        compare(comm, GLOO, ours.result(), gloo.result(), WITHIN_HALF if verb in HALVES else WITHIN)
+        bench.compare(GLOO, ours.result(), gloo.result(), WITHIN_HALF if verb in HALVES else WITHIN)
     calls = {GLOO: gloo.call, OURS: ours.call}
-    library = of_library(mpi, verb, nbytes)
+    library = of_library(bench.mpi, verb, nbytes)
     if library is not None:
         calls[LIBRARY] = library
-    once = alternate(mpi, calls, 1, calls=4, warmup=WARMUP)
+    once = bench.times(calls, 1, calls=4, warmup=WARMUP, idle=0.0)
     counts = {name: max(1, min(MOST_CALLS, int(SECONDS / times[0]))) for name, times in once.items()}
-    turns = {name: partial(repeated, call, counts[name]) for name, call in calls.items()}
-    taken = alternate(mpi, turns, rounds, warmup=1, idle=cluster.idle)
+    taken = bench.times({name: partial(repeated, call, counts[name]) for name, call in calls.items()}, warmup=1)
     samples = {name: [seconds / counts[name] for seconds in times] for name, times in taken.items()}
-    row = Row(what, str(cluster), samples, base=OURS, progress=f"{progress(comm)}; gloo: threads")
-    return Row(**{**vars(row), "figures": [*_figures(row, nbytes, cluster.shared)]})
+    row = bench.row_of(what, samples, base=OURS)
+    return replace(row, figures=[*_figures(row, nbytes, bench.cluster.shared)])
 
 
 def _figures(row: Row, nbytes: int, is_shared: bool) -> Iterator[Figure]:
@@ -103,9 +99,7 @@ HALVES = {"all_reduce bfloat16": "bfloat16", "all_reduce float16": "float16"}
 
 def verb_of(group: Any, comm: Communicator, verb: str, nbytes: int) -> Verb:
     """The verb on a group of torch, on tensors of its own."""
-    import torch
-
-    dist, rank, size = torch.distributed, comm.rank, comm.size
+    rank, size = comm.rank, comm.size
     dtype = getattr(torch, HALVES.get(verb, "float32"))
     count = max(1, nbytes // (dtype.itemsize * size))
     generator = torch.Generator().manual_seed(rank)
@@ -115,9 +109,6 @@ def verb_of(group: Any, comm: Communicator, verb: str, nbytes: int) -> Verb:
     on_root = rank == last
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-    def async_sum() -> None:
-        dist.all_reduce(whole, group=group, async_op=True).wait()
 
     def there_and_back() -> None:
         if rank == 0:
@@ -130,7 +121,13 @@ def verb_of(group: Any, comm: Communicator, verb: str, nbytes: int) -> Verb:
     if verb == "barrier":
         return Verb(lambda: dist.barrier(group=group), list)
     if verb.startswith("all_reduce"):
-        call = async_sum if verb.endswith("async") else lambda: dist.all_reduce(whole, group=group)
+        waits = not verb.endswith("async")
+
+        def call() -> None:
+            work = dist.all_reduce(whole, group=group, async_op=not waits)
+            if not waits:
+                work.wait()
+
         call()
         first = whole.clone().float()
         whole.zero_()  # in place: else it grows with every call
@@ -148,19 +145,15 @@ def verb_of(group: Any, comm: Communicator, verb: str, nbytes: int) -> Verb:
         "gather": (lambda: dist.gather(part, parts if on_root else None, last, group=group), [part, *parts * on_root]),
         "scatter": (lambda: dist.scatter(part, parts if on_root else None, last, group=group), [part]),
     }
-    call, result = calls[verb]
-    return Verb(call, lambda: [t.float() for t in result])
+    begin, result = calls[verb]
+    return Verb(begin, lambda: [t.float() for t in result])
 
 
 def of_library(mpi: Any, verb: str, nbytes: int) -> Callable[[], object] | None:
     """The collective of the MPI library, on arrays of the same size. None: it has none."""
-    import numpy as np
-
     rank, size = mpi.Get_rank(), mpi.Get_size()
     count = max(1, nbytes // (4 * size))
-    whole, other, part = (
-        np.ones(n, np.float32) for n in (count * size, count * size, count)
-    )  # zeros are not in memory
+    whole, other, part = (np.ones(n * count, np.float32) for n in (size, size, 1))  # zeros are not in memory
     last, root = size - 1, rank == size - 1
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: mpi.Allreduce(whole, other),

@@ -6,31 +6,29 @@
 | `reduce_scatter` | total          | total / N           | (N - 1) / N of total        |
 | `all_to_all`     | total          | total               | (N - 1) / N of total        |
 | `all_reduce`     | total          | total               | twice (N - 1) / N of total  |
+
+On a device (`--device`) a row has the collective, bound and as a user calls it, MPI's own through host memory, and the
+copies that the path needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 import fompi
-from fompi.base.layout import Shard, Spec
-from fompi.bench.cluster import TcpHosts
-from fompi.bench.options import Options
-from fompi.plans.meaning import layouts
+from fompi.bench.measure import DEFAULT, MIB, Bench, Call
+from fompi.bench.rivals.rival import of_mpi
 from fompi.schedules.registry import can_move
-from fompi.tuning.rounds import Contestant, Row, alternate, calls_of, checked, relative_error
+from fompi.tuning.rounds import Row
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
-MIB = 1 << 20
-
-TOTALS, QUICK_TOTALS = (4 * MIB, 16 * MIB, 64 * MIB), (4 * MIB,)
-"""Bytes of the global tensor."""
 
 COLUMNS = 256
 """Columns of every tensor, in float32."""
@@ -38,8 +36,8 @@ COLUMNS = 256
 LEAST_OF_WIRE, LEAST_OF_WIRE_ALL_REDUCE, LEAST_OF_NATIVE = 0.95, 0.92, 0.97
 """Targets: wire / fompi, the same for an all-reduce, and the library's own / fompi."""
 
-DEFAULT = "fompi, default schedule"
-"""The contestant that is called as a user calls it: without binding, without naming a schedule."""
+BOUND, NATIVE, COPIES = "fompi, bound", "MPI through host memory", "copies alone"
+"""The contestants on a device, besides the default schedule."""
 
 CANDIDATES: dict[str, dict[str, Any]] = {
     "fompi direct": {"schedule": "direct"},
@@ -56,55 +54,87 @@ CANDIDATES: dict[str, dict[str, Any]] = {
 }
 
 
-def rows(comm: Any, options: Options) -> list[Row]:
-    totals = QUICK_TOTALS if options.quick else TOTALS
-    with TcpHosts(comm.link.comm) as cluster:
-        cases = [(name, total) for name in OPERATIONS for total in totals]
-        shown = options.each(cases, lambda case: _title(*case))
-        return [measured(comm, cluster, *case, options.rounds) for case in shown]
+def rows(bench: Bench) -> list[Row]:
+    totals = bench.place.totals[: 1 if bench.quick else None]
+    measure = measured if bench.place.device is None else on_device
+    return bench.rows(
+        {_title(*case): partial(measure, operation=case[0], total=case[1]) for case in product(OPERATIONS, totals)}
+    )
 
 
 def _title(operation: str, total: int) -> str:
     return f"{operation} of {total // MIB} MiB"
 
 
-def measured(comm: Any, cluster: TcpHosts, operation: str, total: int, rounds: int) -> Row:
-    size = comm.size
-    x, reference = problem_of(operation, total, comm.rank, size)
-    error = partial(relative_error, reference=reference)
-    contestants = {"native": Contestant(native(operation, comm.link.comm, x, reference.shape), error)}
-    with ExitStack() as bound:
-        for name, how in CANDIDATES.items():
-            if can_move(how["schedule"], operation, size):
-                step = bound.enter_context(fompi.bind(plan(operation, x, size, **how), comm=comm, x=x))
-                contestants[name] = Contestant(step, error)
-        contestants[DEFAULT] = Contestant(partial(getattr(fompi, operation), x, comm=comm), error)
-        errors = checked(comm.link.comm, contestants)
-        calls = calls_of(contestants)
+def sent(operation: str, total: int, size: int) -> int:
+    """The bytes that each rank sends, and receives."""
+    return total * (size - 1) // size * (2 if operation == "all_reduce" else 1)
+
+
+def measured(bench: Bench, operation: str, total: int) -> Row:
+    size, cluster = bench.comm.size, bench.cluster
+    x, reference = problem_of(operation, total, bench.comm.rank, size)
+    able = {name: how for name, how in CANDIDATES.items() if can_move(how["schedule"], operation, size)}
+    with ExitStack() as held:
+        calls: dict[str, Call] = {
+            "native": native(operation, bench.mpi, x, reference.shape),
+            **bench.by_schedules(held, operation, able, x=x),
+            DEFAULT: partial(getattr(fompi, operation), x, comm=bench.comm),
+        }
+        errors = bench.checked(calls, reference)
         if not cluster.shared:
-            sent = total * (size - 1) // size * (2 if operation == "all_reduce" else 1)
-            calls["wire"] = lambda: cluster.exchange(sent)
-        samples = alternate(comm.link.comm, calls, rounds, idle=cluster.idle)
-    row = Row(_title(operation, total), str(cluster), samples, "native", errors=errors)
+            calls["wire"] = lambda: cluster.exchange(sent(operation, total, size))
+        row = bench.row(_title(operation, total), calls, base="native", errors=errors)
     best = row.best(CANDIDATES)
     if cluster.shared:
-        return replace(row, figures=[row.ratio("native", best)], progress=progress(comm))
+        return replace(row, figures=[row.ratio("native", best)])
     of_wire = LEAST_OF_WIRE_ALL_REDUCE if operation == "all_reduce" else LEAST_OF_WIRE
-    return replace(
-        row,
-        limits={"wire": row.median("wire")},
-        figures=[
-            row.ratio("wire", best, least=of_wire, limit=1.0),
-            row.ratio("native", best, least=LEAST_OF_NATIVE),
-            row.ratio("native", DEFAULT, least=LEAST_OF_NATIVE),
-        ],
-        progress=progress(comm),
-    )
+    figures = [
+        row.ratio("wire", best, least=of_wire, limit=1.0),
+        row.ratio("native", best, least=LEAST_OF_NATIVE),
+        row.ratio("native", DEFAULT, least=LEAST_OF_NATIVE),
+    ]
+    return replace(row, limits={"wire": row.median("wire")}, figures=figures)
 
 
-def progress(comm: Any) -> str:
-    """How fompi's messages progress here, in words."""
-    return f"progress of fompi: {comm.engine.progress_mode}"
+def on_device(bench: Bench, operation: str, total: int) -> Row:
+    """A collective on a device, besides MPI's own on copies in host memory. Its limit is the copies alone."""
+    place, call = bench.place, getattr(fompi, operation)
+    x, reference = problem_of(operation, total, bench.comm.rank, bench.comm.size)
+    there, exchange = place.array(x), native(operation, bench.mpi, x, reference.shape)
+
+    def through_host() -> Any:
+        x[...] = place.read(there)
+        return place.array(exchange())
+
+    with call.bind(there, comm=bench.comm) as step:
+        calls = {BOUND: step, DEFAULT: partial(call, there, comm=bench.comm), NATIVE: through_host}
+        timed = {name: place.finished(call) for name, call in calls.items()}
+        errors = bench.checked(timed, reference)
+        timed[COPIES] = place.finished(copies(bench, sent(operation, total, bench.comm.size)))
+        row = bench.row(_title(operation, total), timed, base=NATIVE, errors=errors)
+    figures = [row.ratio(COPIES, BOUND, limit=1.0), row.ratio(NATIVE, BOUND), row.ratio(NATIVE, DEFAULT)]
+    return replace(row, limits={COPIES: row.median(COPIES)}, figures=figures)
+
+
+def copies(bench: Bench, nbytes: int) -> Callable[[], None]:
+    """The copies that no path avoids: what a rank receives arrives by one copy on the device.
+
+    A staged message needs two on its way, down and up.
+    """
+    comm, backend, number = bench.comm, bench.place.backend, max(1, nbytes // 4)
+    source, target = (bench.place.array(np.ones(number, np.float32)) for _ in range(2))
+    paths, peers = comm.paths(bench.place.device), [peer for peer in range(comm.size) if peer != comm.rank]
+    if not any(paths.is_staged(comm.rank, peer) for peer in peers):
+        return lambda: backend.copy((target, source))
+    host = backend.empty(comm.engine.arena, (number,), "float32", "host")
+    down = backend.bind("download", [source], [host], ["float32"], ["float32"])
+    up = backend.bind("upload", [host], [target], ["float32"], ["float32"])
+
+    def staged() -> None:
+        backend.leave([up([down([])])])
+
+    return staged
 
 
 def problem_of(operation: str, total: int, rank: int, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -131,31 +161,10 @@ def problem_of(operation: str, total: int, rank: int, size: int) -> tuple[np.nda
 
 def native(operation: str, comm: Any, x: np.ndarray, shape: tuple[int, ...]) -> Callable[[], np.ndarray]:
     """The MPI library's own blocking call."""
-    y = np.empty(shape, x.dtype)
-    collective = {
-        "all_gather": comm.Allgather,
-        "reduce_scatter": comm.Reduce_scatter_block,
-        "all_to_all": comm.Alltoall,
-        "all_reduce": comm.Allreduce,
-    }[operation]
+    y, collective = np.empty(shape, x.dtype), of_mpi(comm, operation)
 
     def call() -> np.ndarray:
         collective(x, y)
         return y
 
     return call
-
-
-def plan(operation: str, *tensors: Any, **how: Any) -> fompi.Plan:
-    """plan(operation, x, ..., size): a plan for these shards. Every rank's shards have the same shapes."""
-    *operands, size = tensors
-    return fompi.plan(operation, *specs(operation, size, *operands), ranks=size, **how)
-
-
-def specs(operation: str, size: int, *tensors: np.ndarray) -> Iterator[Spec]:
-    """The global tensors of these shards. Every rank's shards have the same shapes."""
-    for tensor, layout in zip(tensors, layouts(operation, len(tensors)), strict=True):
-        shape = list(tensor.shape)
-        if isinstance(layout, Shard):
-            shape[layout.dim] *= size
-        yield Spec(tuple(shape), str(tensor.dtype), layout)

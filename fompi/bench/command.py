@@ -6,13 +6,14 @@ import argparse
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import fompi
 from fompi.base.errors import FompiError
 from fompi.bench import table, trial
-from fompi.bench.options import Options
-from fompi.cli import picture
-from fompi.cli.output import Progress, UsageError, check_writable, show_markdown
+from fompi.bench.cluster import TcpHosts
+from fompi.bench.measure import Bench, HostPlace, Options
+from fompi.cli.output import Progress, UsageError, show_markdown
 from fompi.cli.plan import product_of
 from fompi.engine.handshake import agree
 
@@ -22,16 +23,13 @@ SUITES = (
     "collectives", "fused", "papers", "parallel", "step", "ddp", "c10d", "decode", "train", "peers", "planner", "adapt",
     "overhead", "jit", "smaller", "order",
 )  # fmt: skip
-"""Each is a module of this room, with `rows(comm, options) -> list[Row]`."""
+"""Each is a module of this room, with `rows(bench) -> list[Row]`."""
 
 DEVICES = ("cuda", "software")
-"""What `--device` may be: the module `device` of this room measures it."""
+"""What `--device` may be."""
 
 ON_DEVICES = ("fused", "collectives", "parallel", "step")
 """The suites that have rows on a device."""
-
-PRINTED = "-"
-"""In place of a file's name: print it."""
 
 WITHOUT_SUMMARY = tuple(suite for suite in SUITES if suite not in ("fused", "peers", "planner", "adapt"))
 """Suites whose rows do not depend on each other: `--row` selects some of them."""
@@ -48,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--row", metavar="WORDS", default="", help="only the rows with these words in their name")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller rows")
     parser.add_argument(
-        "--json", nargs="?", const=PRINTED, metavar="FILE", help="all samples as JSON (no FILE: print it)"
+        "--json", nargs="?", const=table.PRINTED, metavar="FILE", help="all samples as JSON (no FILE: print it)"
     )
     parser.add_argument("--markdown", metavar="FILE", help="the table as Markdown")
     parser.add_argument("--plot", metavar="FILE", help="a picture, PNG or SVG (needs matplotlib)")
@@ -57,42 +55,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure on all ranks. Rank 0 prints the table and writes the files that are named."""
     if options.rounds < 1 or options.ranks < 1:
-        raise UsageError("--rounds and --ranks are 1 or more")
+        raise UsageError("bench: --rounds and --ranks are 1 or more")
     if options.like and options.suite is None and options.like[-1] in SUITES:  # --like M,K,N SUITE
         options.suite = options.like.pop()
     suite = options.suite or "fused"
     like = None if options.like is None else product_of(options.like)
     if options.device is not None and suite not in ON_DEVICES:
-        raise UsageError(f"--device has these suites: {', '.join(ON_DEVICES)}")
+        raise UsageError(f"bench: --device has these suites: {', '.join(ON_DEVICES)}")
     if options.device is not None and like is not None and suite != "fused":
-        raise UsageError("--like with --device is the shape of fused operations")
+        raise UsageError("bench: --like with --device is the shape of fused operations")
     if like is not None and options.device is None:
         return trial.run_shape(like, options.ranks, options.rounds, options.json)
-    name = options.suite if options.device is None else "device"
-    if name is None:
-        raise UsageError(f"name a suite ({', '.join(SUITES)}), a --device, or a shape with --like M,K,N")
-    if options.row and name not in (*WITHOUT_SUMMARY, "device"):
-        raise UsageError(f"--row selects rows of these suites: {', '.join(WITHOUT_SUMMARY)}")
+    if options.suite is None and options.device is None:
+        raise UsageError(f"bench: name a suite ({', '.join(SUITES)}), a --device, or a shape with --like M,K,N")
+    if options.row and options.device is None and suite not in WITHOUT_SUMMARY:
+        raise UsageError(f"bench: --row selects rows of these suites: {', '.join(WITHOUT_SUMMARY)}")
     if options.ranks > 1 and (status := trial.on_own_ranks(options.ranks)) is not None:
         return status
     trial.note_threads()
     json, markdown, plot = options.json, options.markdown, options.plot
     with fompi.Communicator() as comm:
-        agree(comm, f"bench {name}", refusal(comm.rank, json, markdown, plot))
-        with Progress.of_rank(comm.rank, f"bench {name}") as progress:
-            measure = Options(options.rounds, options.quick, progress, options.row)
-            more = () if options.device is None else (options.device, like, suite)
-            rows = import_module(f"fompi.bench.{name}").rows(comm, measure, *more)
+        agree(comm, f"bench {suite}", table.refusal(comm.rank, json, markdown, plot))
+        place = place_of(comm, options.device)
+        with (
+            Progress.of_rank(comm.rank, f"bench {suite}") as progress,
+            TcpHosts(comm.link.comm, options.quick) as cluster,
+        ):
+            measure = Options(options.rounds, options.quick, progress, options.row, like)
+            rows = suite_of(suite).rows(Bench(comm, cluster, measure, place))
+        place.check()
         if not rows:
-            raise FompiError(f"bench {name}: no row has {options.row!r} in its name")
+            raise FompiError(f"bench {suite}: no row has {options.row!r} in its name")
         facts = table.about(" ".join(["python -m fompi", *sys.argv[1:]]))
         if comm.rank == 0:
             text = table.markdown(rows, facts)
-            if json == PRINTED:
+            if json == table.PRINTED:
                 print(table.to_json(rows, facts), flush=True)
             else:
                 show_markdown(text)
-            if json not in (None, PRINTED):
+            if json not in (None, table.PRINTED):
                 Path(json).write_text(table.to_json(rows, facts) + "\n")
             if markdown is not None:
                 Path(markdown).write_text(text)
@@ -101,15 +102,18 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def refusal(rank: int, json: str | None, markdown: str | None, plot: str | None) -> Exception | None:
-    """What is wrong with the files. It is checked before anything is measured."""
+def suite_of(name: str) -> Any:
+    """The module of a suite. Raises FompiError if it compares with a package that is not installed."""
     try:
-        if plot is not None:
-            picture.check(plot)
-            picture.needs_matplotlib(plot)
-        for name in (json, markdown, plot) if rank == 0 else ():
-            if name is not None and name != PRINTED:
-                check_writable(name)
-    except (OSError, FompiError) as error:
-        return error
-    return None
+        return import_module(f"fompi.bench.{name}")
+    except ModuleNotFoundError as error:
+        raise FompiError(f"bench {name} needs {error.name}, which is not installed: pip install {error.name}") from None
+
+
+def place_of(comm: fompi.Communicator, device: str | None) -> HostPlace:
+    """Where the tensors of a benchmark are."""
+    if device is None:
+        return HostPlace()
+    from fompi.bench.device import DevicePlace
+
+    return DevicePlace(device, comm)

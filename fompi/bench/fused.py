@@ -9,11 +9,13 @@ its wait sleeps. A rank has one core, so the kernel loses this time. The bound i
 of the rounds counts. The greater of the two medians would be less than any schedule can reach if a core changes its
 speed during the run. The table also has the ratio of lower quartiles, which other users of the cores change less. A row
 in which c_m is more than a tenth of T_m is void. A few rounds before the measurement choose the schedule of fompi.
+
+With `--device` a row has a bound operation by several schedules, unfused, its product alone and its messages alone. The
+limit is max(product, messages), the median of what each round allows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -24,30 +26,21 @@ from typing import Any
 import numpy as np
 
 import fompi
-from fompi.base.layout import slices_in_words
-from fompi.bench.cluster import TcpHosts
-from fompi.bench.collectives import DEFAULT, plan, progress
-from fompi.bench.options import Options
-from fompi.bench.peers import KS, QUICK_KS, M, PeerCase, kernel_of
-from fompi.bench.rivals import plain_mpi
+from fompi.bench import peers
+from fompi.bench.measure import DEFAULT, Bench, Call, repeated, schedules
+from fompi.bench.peers import KERNEL, UNFUSED, PeerCase, cases, cases_of, kernel_of, low_end, without_fompi
 from fompi.bench.rivals.exchange import bare_exchange
-from fompi.bench.rivals.rival import OPERATIONS, Rival
+from fompi.cli.output import UsageError
 from fompi.planner.candidates import UNEVEN
 from fompi.runtime.report import lower_quartile
-from fompi.tuning.rounds import Contestant, Figure, Row, alternate, calls_of, checked, geometric_mean, relative_error
+from fompi.tuning.rounds import Figure, Row, best_of, geometric_mean, of_all_ranks, ratio
 
 SLICES = (2, 4, 8)
 
-CANDIDATES: dict[str, dict[str, Any]] = {
-    f"fompi {schedule}, {slices_in_words(slices)}": {"schedule": schedule, "slices": slices}
-    for schedule, cuts in {"direct": (1, 2, 4, 8, *UNEVEN), "ring": (1, 2, 4, 8)}.items()
-    for slices in cuts
-}
+CANDIDATES = schedules({"direct": (1, 2, 4, 8, *UNEVEN), "ring": (1, 2, 4, 8)})
 """The schedules of fompi, by the names of contestants."""
 
-KERNEL, BARE = "kernel alone", "bare exchange"
-UNFUSED_P2P, BLOCKING, PAIRWISE = "unfused, fompi P2P", "unfused, mpi4py blocking", "unfused, mpi4py P2P"
-UNFUSED = (UNFUSED_P2P, BLOCKING, PAIRWISE)
+BARE = "bare exchange"
 
 PILOT_ROUNDS = 5
 """Rounds in which the best candidate is chosen."""
@@ -55,9 +48,8 @@ PILOT_ROUNDS = 5
 PIECES = 4
 """Pieces of a shard in the bare exchange."""
 
-LEAST_BOUND, LEAST_OVER_UNFUSED, MOST_SLOWER, LEAST_SLICED, LEAST_SLICED_CASE = 0.94, 1.55, 1.02, 1.0, 0.97
-"""Targets: bound / time; without overlap / fompi in the headline row; fompi / without overlap; slices / fompi as a mean
-of all rows, and in each row."""
+LEAST_BOUND, LEAST_OVER_UNFUSED = 0.94, 1.55
+"""Targets: bound / time; without overlap / fompi in the headline row. Others are those of `fompi.bench.peers`."""
 
 MOST_CPU = 0.1
 """The most that c_m may be of T_m."""
@@ -68,147 +60,172 @@ MOST_ROUNDED = 0.5
 LOWER_QUARTILES = ", lower quartiles"
 """Marks figures from lower quartiles. Medians compare different moments if others use the cores now and then."""
 
+SHAPE, QUICK_SHAPE, SOFTWARE_SHAPE = (8192, 8192, 8192), (2048, 2048, 2048), (64, 64, 64)
+"""M, K, N of the whole product on a device."""
 
-def rows(comm: Any, options: Options) -> list[Row]:
-    edge, ks = (M // 4, QUICK_KS) if options.quick else (M, KS)
-    cases = [PeerCase(operation, edge, edge, k) for operation in OPERATIONS for k in ks]
-    with TcpHosts(comm.link.comm, options.quick) as cluster:
-        measured_rows = [measured(comm, cluster, case, options.rounds) for case in options.progress.each(cases)]
-        return [*measured_rows, summary(measured_rows, cluster)]
+ON_DEVICE: dict[str, dict[str, Any]] = {
+    "ring": {"schedule": "ring"},
+    "direct": {"schedule": "direct"},
+    "direct, 2 slices": {"schedule": "direct", "slices": 2},
+}
+
+DEVICE_UNFUSED, PRODUCT, MESSAGES = "unfused", "product alone", "messages alone"
+
+LIMIT = f"max({PRODUCT}, {MESSAGES})"
+
+DEVICE_PILOT_ROUNDS = 3
 
 
-def measured(comm: Any, cluster: TcpHosts, case: PeerCase, rounds: int, has_slices: bool = True, wire: str = "") -> Row:
+def rows(bench: Bench) -> list[Row]:
+    if bench.place.device is not None:
+        shape = shape_on_device(bench)
+        made = cases_of(shape, bench.comm.size)[:2]
+        return bench.rows({case.operation: partial(on_device, case=case, shape=shape) for case in made})
+    measured_rows = [measured(bench, case) for case in bench.each(cases(bench.quick))]
+    return [*measured_rows, summary(bench, measured_rows)]
+
+
+def measured(bench: Bench, case: PeerCase, has_slices: bool = True, wire: str = "") -> Row:
     """The best schedule of fompi, the default one, the operation without overlap, and in slices (`has_slices`).
 
     With a `wire` also the default schedule with messages of this form, under the name of the wire.
     """
-    mpi, operation = comm.link.comm, case.operation
+    comm, monitor = bench.comm, bench.cluster.monitor
     x, w = case.operands(comm.rank, comm.size)
-    error = partial(relative_error, reference=case.reference(comm.rank, comm.size))
+    reference = case.reference(comm.rank, comm.size)
+    default = partial(getattr(fompi, case.operation), x, w, comm=comm)
     with ExitStack() as held:
-
-        def bind(how: dict[str, Any]) -> Contestant:
-            bound_plan = plan(operation, x, w, comm.size, **how)
-            return Contestant(held.enter_context(fompi.bind(bound_plan, comm=comm, x=x, w=w)), error)
-
-        def bind_rival(rival: Rival) -> Contestant:
-            held.callback(rival.close)
-            return Contestant(rival.call, error)
-
-        candidates = {name: bind(how) for name, how in CANDIDATES.items() if is_available(operation, how)}
+        able = {name: how for name, how in CANDIDATES.items() if is_available(case.operation, how)}
+        candidates = bench.by_schedules(held, case.operation, able, x=x, w=w)
         even = [s for s in SLICES if has_slices and case.m // comm.size % s == 0]
-        others = {
-            DEFAULT: Contestant(partial(getattr(fompi, operation), x, w, comm=comm), error),
-            UNFUSED_P2P: bind({"schedule": "unfused_p2p"}),
-            BLOCKING: bind_rival(plain_mpi.blocking(operation, mpi, x, w)),
-            PAIRWISE: bind_rival(plain_mpi.pairwise(operation, mpi, x, w)),
-            **{f"{s} slices, native": bind_rival(plain_mpi.native_slices(operation, mpi, x, w, s)) for s in even},
-            **{f"{s} slices, P2P": bind_rival(plain_mpi.pairwise(operation, mpi, x, w, s)) for s in even},
-        }
-        errors = checked(mpi, candidates | others)
+        others: dict[str, Call] = {DEFAULT: default, **without_fompi(bench, held, case, even)}
+        errors = bench.checked(candidates | others, reference)
         if wire:
-            others[wire] = Contestant(partial(getattr(fompi, operation), x, w, comm=comm, wire=wire), error)
-            errors |= checked(mpi, {wire: others[wire]}, MOST_ROUNDED)
-        tried = calls_of(candidates) | {name: others[name].call for name in UNFUSED}
-        pilot = alternate(mpi, tried, PILOT_ROUNDS, idle=cluster.idle, monitor=cluster.monitor)
-        best, opponent = (min(names, key=lambda name: min(pilot[name])) for names in (candidates, UNFUSED))
-        exchange = exchange_of(cluster.own, case, comm.size)
-        yardsticks: dict[str, Callable[[], object]] = {KERNEL: kernel_of(case), BARE: exchange}
-        calls = yardsticks | calls_of({best: candidates[best], **others})
-        samples = alternate(mpi, calls, rounds, idle=cluster.idle, monitor=cluster.monitor)
-        cpu = cpu_seconds(mpi, exchange, cluster.idle)
-    return evaluated(
-        comm, cluster, case, best, cpu, replace(Row(str(case), str(cluster), samples), errors=errors, opponent=opponent)
-    )
+            others[wire] = partial(default, wire=wire)
+            errors |= bench.checked({wire: others[wire]}, reference, MOST_ROUNDED)
+        unfused = {name: others[name] for name in UNFUSED}
+        pilot = bench.times(candidates | unfused, PILOT_ROUNDS, monitor=monitor)
+        best, opponent = (min(names, key=lambda name: min(pilot[name])) for names in (candidates, unfused))
+        exchange = exchange_of(bench.cluster.own, case, comm.size)
+        calls = {KERNEL: kernel_of(case), BARE: exchange, best: candidates[best], **others}
+        samples = bench.times(calls, monitor=monitor)
+        cpu = cpu_seconds(bench, exchange)
+    return evaluated(bench, case, best, cpu, bench.row_of(str(case), samples, errors=errors, opponent=opponent))
 
 
 def is_available(operation: str, how: dict[str, Any]) -> bool:
     return operation != "matmul_all_to_all" or how["schedule"] == "direct"
 
 
-def evaluated(comm: Any, cluster: TcpHosts, case: PeerCase, best: str, cpu: float, row: Row) -> Row:
+def evaluated(bench: Bench, case: PeerCase, best: str, cpu: float, row: Row) -> Row:
     """The row with its limits, figures and marks. `best` is fompi's best schedule, `cpu` is c_m."""
-    t_c, t_m = row.median(KERNEL), row.median(BARE)
+    t_c, t_m, asked = row.median(KERNEL), row.median(BARE), bench.asked
     bound = median(max(c + cpu, m) for c, m in zip(row.samples[KERNEL], row.samples[BARE], strict=True))
     slices = [name for name in row.samples if "slices," in name and name != best]
     unfused = row.best(UNFUSED)
-    is_void = cpu > MOST_CPU * t_m
-    slower = row.ratio(best, unfused)
-    assert slower.interval is not None
     quartiles = {name: lower_quartile(samples) for name, samples in row.samples.items()}
-    has_targets = not cluster.shared
-    is_headline = has_targets and case.operation == "matmul_reduce_scatter" and case.k == 1024
+    soonest = max(quartiles[KERNEL] + cpu, quartiles[BARE])
+    is_headline = case.operation == "matmul_reduce_scatter" and case.k == 1024
+    least = asked(LEAST_OVER_UNFUSED) if is_headline else None
     figures = [
         Figure("bound / time", bound / row.median(best), limit=1.0),
-        row.ratio(unfused, best, least=LEAST_OVER_UNFUSED if is_headline else None, limit=(t_c + t_m) / bound),
-        Figure(f"low end of {slower.name}", slower.interval.low, most=MOST_SLOWER if has_targets else None),
-        Figure("c_m / T_m", cpu / t_m, most=MOST_CPU if has_targets else None),
-        Figure(
-            f"bound / time{LOWER_QUARTILES}",
-            max(quartiles[KERNEL] + cpu, quartiles[BARE]) / quartiles[best],
-            limit=1.0,
-        ),
-        replace(row.ratio(DEFAULT, best), name=f"{DEFAULT} / {best}"),
+        row.ratio(unfused, best, least=least, limit=(t_c + t_m) / bound),
+        low_end(row.ratio(best, unfused), most=asked(peers.MOST_SLOWER)),
+        Figure("c_m / T_m", cpu / t_m, most=asked(MOST_CPU)),
+        Figure(f"bound / time{LOWER_QUARTILES}", soonest / quartiles[best], limit=1.0),
+        row.ratio(DEFAULT, best),
     ]
     if slices:
-        figures.append(row.ratio(row.best(slices), best, least=LEAST_SLICED_CASE if has_targets else None))
+        figures.append(row.ratio(row.best(slices), best, least=asked(peers.LEAST_SLICED_CASE)))
         best_slices = min(quartiles[name] for name in slices)
         figures.append(Figure(f"best slices / fompi{LOWER_QUARTILES}", best_slices / quartiles[best]))
+    is_void = not bench.cluster.shared and cpu > MOST_CPU * t_m
     return replace(
         row,
         base=best,
         limits={"T_c": t_c, "T_m": t_m, "bound": bound},
         figures=figures,
-        marks=["void: the exchange costs too much CPU time"] if is_void and has_targets else [],
-        progress=f"{progress(comm)}; slices of mpi4py: a helper that polls; {cluster.turns()}",
+        marks=["void: the exchange costs too much CPU time"] * is_void,
+        progress=peers.progress_of(bench),
     )
 
 
-def summary(measured_rows: list[Row], cluster: TcpHosts) -> Row:
+def summary(bench: Bench, measured_rows: list[Row]) -> Row:
     """Geometric means. Rows that are void do not count for the bound."""
     valid = [row for row in measured_rows if not row.marks]
-    has_targets = not cluster.shared
 
-    def mean(rows: list[Row], kind: int) -> float:
-        return geometric_mean(row.figures[kind].value for row in rows)
+    def mean(name: str, rows: list[Row], kind: int, **targets: Any) -> Figure:
+        return Figure(name, geometric_mean(row.figures[kind].value for row in rows), **targets)
 
     means = []
     if valid:
-        what, least = f"geometric mean of {len(valid)} rows", LEAST_BOUND if has_targets else None
-        means.append(Figure(f"bound / time, {what}", mean(valid, 0), least=least, limit=1.0))
-        means.append(Figure(f"bound / time{LOWER_QUARTILES}, {what}", mean(valid, 4), limit=1.0))
-    least = LEAST_SLICED if has_targets else None
-    means.append(Figure("best slices / fompi, geometric mean", mean(measured_rows, 6), least=least))
-    means.append(Figure(f"best slices / fompi{LOWER_QUARTILES}, geometric mean", mean(measured_rows, 7)))
-    means.append(Figure(f"{DEFAULT} / the best of fompi, geometric mean", mean(measured_rows, 5)))
-    return Row("all rows", str(cluster), figures=means)
+        what = f"geometric mean of {len(valid)} rows"
+        means.append(mean(f"bound / time, {what}", valid, 0, least=bench.asked(LEAST_BOUND), limit=1.0))
+        means.append(mean(f"bound / time{LOWER_QUARTILES}, {what}", valid, 4, limit=1.0))
+    least = bench.asked(peers.LEAST_SLICED)
+    means.append(mean("best slices / fompi, geometric mean", measured_rows, 6, least=least))
+    means.append(mean(f"best slices / fompi{LOWER_QUARTILES}, geometric mean", measured_rows, 7))
+    means.append(mean(f"{DEFAULT} / the best of fompi, geometric mean", measured_rows, 5))
+    return Row("all rows", str(bench.cluster), figures=means)
 
 
-def exchange_of(own: Any, case: PeerCase, size: int) -> Callable[[], object]:
+def exchange_of(own: Any, case: PeerCase, size: int) -> Call:
     """The messages of the operation. An all-reduce moves its shards twice."""
     once = bare_exchange(own, case.m // size * case.n * 4, PIECES)
-    if case.operation != "matmul_all_reduce":
-        return once
-
-    def twice() -> None:
-        once()
-        once()
-
-    return twice
+    return partial(repeated, once, 2) if case.operation == "matmul_all_reduce" else once
 
 
-def cpu_seconds(mpi: Any, exchange: Callable[[], object], idle: float) -> float:
+def cpu_seconds(bench: Bench, exchange: Call) -> float:
     """The CPU time of a rank in the bare exchange: the mean over the ranks."""
     spent: list[float] = []
-    begun = [0.0]
 
-    def before(name: str) -> None:
-        begun[0] = process_time()
+    def timed() -> None:
+        begun = process_time()
+        exchange()
+        spent.append(process_time() - begun)
 
-    def after(name: str, result: object) -> None:
-        spent.append(process_time() - begun[0])
+    bench.times({BARE: timed}, 7)
+    return float(of_all_ranks(bench.mpi, np.array([median(spent)])).mean())
 
-    alternate(mpi, {BARE: exchange}, 7, idle=idle, before=before, after=after)
-    of_ranks = np.empty(mpi.Get_size())
-    mpi.Allgather(np.array([median(spent)]), of_ranks)
-    return float(of_ranks.mean())
+
+# ---------------------------------------------------------------------------------------------------- on a device
+
+
+def shape_on_device(bench: Bench) -> tuple[int, int, int]:
+    """M, K and N. Raises UsageError if the ranks do not divide them."""
+    fits = SOFTWARE_SHAPE if bench.place.is_software else QUICK_SHAPE if bench.quick else SHAPE
+    m, k, n = shape = bench.options.like or fits
+    if any(length % bench.comm.size for length in shape):
+        raise UsageError(f"bench --device: {bench.comm.size} ranks must divide M, K and N, not {m},{k},{n}")
+    return shape
+
+
+def on_device(bench: Bench, case: PeerCase, shape: tuple[int, int, int]) -> Row:
+    """The row of one operation, whose product as a whole has this shape."""
+    comm, place, backend = bench.comm, bench.place, bench.place.backend
+    x, w = case.operands(comm.rank, comm.size)
+    m, inner, outer = case.product
+    reference = getattr(fompi, case.operation)(x, w, comm=comm, schedule="unfused")
+    gathers = case.operation == "all_gather_matmul"
+    moved = place.array(x if gathers else np.ones((m, outer), np.float32))
+    a, b = (place.array(np.ones(each, np.float32)) for each in ((m, inner), (inner, outer)))
+    launch = backend.bind("matmul", [a, b], [place.device.empty((m, outer), np.float32)], ["float32"] * 2, ["float32"])
+    with ExitStack() as held:
+        how = {**ON_DEVICE, DEVICE_UNFUSED: {"schedule": "unfused"}}
+        steps = bench.by_schedules(held, case.operation, how, x=place.array(x), w=place.array(w))
+        collective, direct = "all_gather" if gathers else "reduce_scatter", {MESSAGES: {"schedule": "direct"}}
+        alone = {
+            PRODUCT: lambda: backend.leave([launch([])]),
+            **bench.by_schedules(held, collective, direct, x=moved),
+        }
+        calls = {name: place.finished(call) for name, call in (steps | alone).items()}
+        errors = bench.checked({name: calls[name] for name in steps}, reference)
+        best = best_of(bench.times({name: calls[name] for name in ON_DEVICE}, DEVICE_PILOT_ROUNDS))
+        what = f"{case.operation} {','.join(map(str, shape))} float32"
+        row = bench.row(what, calls, base=DEVICE_UNFUSED, errors=errors)
+    limits = [max(pair) for pair in zip(row.samples[PRODUCT], row.samples[MESSAGES], strict=True)]
+    figures = [
+        ratio(f"{best} / {LIMIT}", row.samples[best], limits, limit=1.0),
+        row.ratio(DEVICE_UNFUSED, best),
+    ]
+    return replace(row, limits={LIMIT: median(limits)}, figures=figures)

@@ -12,20 +12,18 @@ at most 25 % longer than BLAS. Products run in one thread (OMP_NUM_THREADS=1), o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 import fompi
 from fompi.backends import chains
-from fompi.bench.cluster import TcpHosts
-from fompi.bench.collectives import MIB, progress
-from fompi.bench.options import Options
-from fompi.engine.communicator import Communicator
-from fompi.tuning.rounds import Row, alternate
+from fompi.bench.measure import MIB, Bench, Calls
+from fompi.tuning.rounds import Row
 
 MOST_OF_SUM, MOST_OF_PRODUCT = 1.10, 1.25
 
@@ -38,60 +36,50 @@ QUICK_PRODUCTS = ((33, 64, 40),)
 ANY, RANKS, LEAVES = "any", "ranks", "leaves"
 
 
-def rows(comm: Communicator, options: Options) -> list[Row]:
-    makers: dict[str, Callable[..., Row]] = {
-        **{_title(*case): partial(_sum, *case) for case in (SUMS[::3] if options.quick else SUMS)},
-        **{
-            f"product {m}x{k}x{n} {dtype}": partial(_product, m, k, n, dtype)
-            for m, k, n in (QUICK_PRODUCTS if options.quick else PRODUCTS)
-            for dtype in ("float32", "float64")
-        },
-        "matmul_all_reduce": _fused,
-    }
-    with TcpHosts(comm.link.comm, options.quick) as cluster:
-        return [makers[name](name, comm, cluster, options) for name in options.each([*makers])]
+def rows(bench: Bench) -> list[Row]:
+    products = QUICK_PRODUCTS if bench.quick else PRODUCTS
+    makers: dict[str, Callable[[Bench], Row]] = {}
+    for name, nbytes in SUMS[::3] if bench.quick else SUMS:
+        title = f"{name} of {nbytes // MIB} MiB"
+        makers[title] = partial(_sum, title=title, operation=name, nbytes=nbytes)
+    for shape, dtype in product(products, ("float32", "float64")):
+        title = f"product {'x'.join(map(str, shape))} {dtype}"
+        makers[title] = partial(_product, title=title, shape=shape, dtype=dtype)
+    return bench.rows({**makers, "matmul_all_reduce": _fused})
 
 
-def _title(operation: str, nbytes: int) -> str:
-    return f"{operation} of {nbytes // MIB} MiB"
+def _drawn(bench: Bench, m: int, k: int, n: int, dtype: str = "float32") -> Iterator[Any]:
+    """x and w of a product."""
+    random = np.random.default_rng(bench.comm.rank)
+    return (random.standard_normal(shape, np.float32).astype(dtype) for shape in ((m, k), (k, n)))
 
 
-def _in_orders(comm: Communicator, call: Callable[..., Any]) -> dict[str, Callable[[], Any]]:
-    orders = {ANY: "any", RANKS: "ranks", LEAVES: str(fompi.Canonical(2 * comm.size))}
-    return {name: partial(call, comm=comm, order=order) for name, order in orders.items()}
-
-
-def _sum(operation: str, nbytes: int, name: str, comm: Communicator, cluster: TcpHosts, options: Options) -> Row:
-    x = np.random.default_rng(comm.rank).standard_normal((nbytes // 1024, 256), np.float32)
-    calls = _in_orders(comm, partial(getattr(fompi, operation), x))
-    samples = alternate(comm.link.comm, calls, options.rounds, idle=cluster.idle)
-    row = Row(name, str(cluster), samples, base=ANY, progress=progress(comm))
-    most = None if cluster.shared else MOST_OF_SUM
+def _in_orders(bench: Bench, title: str, call: Callable[..., Any], most: float | None = None) -> Row:
+    orders = {ANY: "any", RANKS: "ranks", LEAVES: str(fompi.Canonical(2 * bench.comm.size))}
+    calls = {name: partial(call, comm=bench.comm, order=order) for name, order in orders.items()}
+    row = bench.row(title, calls, base=ANY)
     return replace(row, figures=[row.ratio(RANKS, ANY, most=most), row.ratio(LEAVES, ANY, most=most)])
 
 
-def _product(
-    m: int, k: int, n: int, dtype: str, name: str, comm: Communicator, cluster: TcpHosts, options: Options
-) -> Row:
-    random = np.random.default_rng(comm.rank)
-    x, w = (random.standard_normal(shape).astype(dtype) for shape in ((m, k), (k, n)))
-    y = np.empty((m, n), dtype)
-    calls: dict[str, Callable[[], object]] = {
+def _sum(bench: Bench, title: str, operation: str, nbytes: int) -> Row:
+    x = np.random.default_rng(bench.comm.rank).standard_normal((nbytes // 1024, 256), np.float32)
+    return _in_orders(bench, title, partial(getattr(fompi, operation), x), bench.asked(MOST_OF_SUM))
+
+
+def _product(bench: Bench, title: str, shape: tuple[int, int, int], dtype: str) -> Row:
+    x, w = _drawn(bench, *shape, dtype)
+    y = np.empty((len(x), w.shape[1]), dtype)
+    calls: Calls = {
         "BLAS": partial(np.matmul, x, w, out=y),
         "chains": partial(chains.product, x, w, y),
         "8 leaves": partial(chains.product, x, w, y, 8),
     }
-    row = Row(name, str(cluster), alternate(comm.link.comm, calls, options.rounds), base="BLAS")
-    most = None if options.quick else MOST_OF_PRODUCT
+    row = bench.row_of(title, bench.times(calls, idle=0.0), base="BLAS", progress="")
+    most = None if bench.quick else MOST_OF_PRODUCT
     return replace(row, figures=[row.ratio(each, "BLAS", most=most) for each in ("chains", "8 leaves")])
 
 
-def _fused(name: str, comm: Communicator, cluster: TcpHosts, options: Options) -> Row:
-    m, k, n = QUICK_PRODUCTS[0] if options.quick else (1024, 1024, 1024)
-    random = np.random.default_rng(comm.rank)
-    x, w = (random.standard_normal(shape, np.float32) for shape in ((m, k), (k, n)))
-    samples = alternate(
-        comm.link.comm, _in_orders(comm, partial(fompi.matmul_all_reduce, x, w)), options.rounds, idle=cluster.idle
-    )
-    row = Row(f"{name} {m}x{k}x{n}", str(cluster), samples, base=ANY, progress=progress(comm))
-    return replace(row, figures=[row.ratio(RANKS, ANY), row.ratio(LEAVES, ANY)])
+def _fused(bench: Bench) -> Row:
+    shape = QUICK_PRODUCTS[0] if bench.quick else (1024, 1024, 1024)
+    title = f"matmul_all_reduce {'x'.join(map(str, shape))}"
+    return _in_orders(bench, title, partial(fompi.matmul_all_reduce, *_drawn(bench, *shape)))

@@ -6,21 +6,20 @@ Rounds of each call alternate with rounds of the same messages without fompi. No
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 import fompi
-from fompi.base.layout import COLLECTIVES, Partial, Shard, Sizes, Spec
-from fompi.bench.options import Options
+from fompi.base.layout import COLLECTIVES, Shard, Sizes, Spec
+from fompi.bench.measure import Bench, Call, Calls, plan, repeated
 from fompi.mpi.link import request_testsome
-from fompi.ops import operations
-from fompi.plans.problems import Form, problem
-from fompi.tuning.rounds import Figure, Row, alternate, difference, median_figure, seconds_of
+from fompi.plans.problems import Form, Problem, problem
+from fompi.tuning.rounds import Figure, Row, difference, median_figure, seconds_of
 
 CALLS, QUICK_CALLS = 300, 60
 """Calls per round."""
@@ -38,50 +37,58 @@ CHANGING_CALLS = 10_000
 """Calls with new counts, in all rounds together."""
 
 
-def rows(comm: Any, options: Options) -> list[Row]:
-    parts: dict[str, Callable[[], list[Row]]] = {
-        "all-reduce of 1 KiB": lambda: [all_reduces(comm, options)],
-        "the buckets of a step": lambda: [buckets(comm, options)],
-        "one op of a bound plan": lambda: [per_op(comm, options)],
-        "new counts at every call": lambda: changing_sizes(comm, options),
-        "plans and choices": lambda: planning(options),
+LIBRARY, BOUND, UNBOUND, BARE = "the library", "fompi bound", "fompi", "mpi4py alone"
+
+
+def rows(bench: Bench) -> list[Row]:
+    parts: dict[str, Callable[[Bench], Iterable[Row]]] = {
+        "all-reduce of 1 KiB": all_reduces,
+        "the buckets of a step": buckets,
+        "one op of a bound plan": per_op,
+        "new counts at every call": changing_sizes,
+        "plans and choices": planning,
     }
-    return [row for name in options.each([*parts]) for row in parts[name]()]
+    return [row for name in bench.each([*parts]) for row in parts[name](bench)]
 
 
-def _setup(comm: Any) -> dict[str, Any]:
-    """What all rows of messages share."""
-    marks = () if comm.size == 2 else ("the targets are for 2 ranks",)
-    return {"setup": f"{comm.size} ranks", "progress": "progress by polling", "marks": marks}
+def _times(bench: Bench, contestants: Calls, calls: int) -> dict[str, list[float]]:
+    return bench.times(contestants, calls=calls, warmup=WARMUP, idle=0.0)
 
 
-def _calls(options: Options) -> int:
-    return QUICK_CALLS if options.quick else CALLS
+def _row(bench: Bench, what: str, samples: Mapping[str, Sequence[float]], base: str, *figures: Figure) -> Row:
+    size = bench.comm.size
+    marks = () if size == 2 else ("the targets are for 2 ranks",)
+    return Row(what, f"{size} ranks", samples, base, figures=figures, progress="progress by polling", marks=marks)
 
 
-def all_reduces(comm: Any, options: Options) -> Row:
-    x, y = np.ones(NBYTES // 4, np.float32), np.empty(NBYTES // 4, np.float32)
-    plan = fompi.plan(fompi.all_reduce, Spec(x.shape, "float32", Partial()), ranks=comm.size)
-    with fompi.bind(plan, comm=comm, x=x, out=y) as bound:
-        contestants: dict[str, Callable[[], object]] = {
-            "the library": lambda: comm.link.comm.Allreduce(x, y),
-            "fompi bound": bound,
-            "fompi": lambda: operations.all_reduce(x, comm=comm),
+def _calls(bench: Bench) -> int:
+    return QUICK_CALLS if bench.quick else CALLS
+
+
+def all_reduces(bench: Bench) -> Iterator[Row]:
+    comm, x, y = bench.comm, np.ones(NBYTES // 4, np.float32), np.empty(NBYTES // 4, np.float32)
+    with fompi.all_reduce.bind(x, out=y, comm=comm) as bound:
+        contestants = {
+            LIBRARY: partial(bench.mpi.Allreduce, x, y),
+            BOUND: bound,
+            UNBOUND: partial(fompi.all_reduce, x, comm=comm),
         }
-        seconds = alternate(comm.link.comm, contestants, options.rounds, calls=_calls(options), warmup=WARMUP)
-    native = seconds["the library"]
-    figures = [
-        difference("bound, above the library's", seconds["fompi bound"], native, most=15),
-        difference("unbound, above the library's", seconds["fompi"], native, most=60),
-    ]
-    return Row("all-reduce of 1 KiB", samples=seconds, base="the library", figures=figures, **_setup(comm))
+        seconds = _times(bench, contestants, _calls(bench))
+    yield _row(
+        bench,
+        "all-reduce of 1 KiB",
+        seconds,
+        LIBRARY,
+        difference("bound, above the library's", seconds[BOUND], seconds[LIBRARY], most=15),
+        difference("unbound, above the library's", seconds[UNBOUND], seconds[LIBRARY], most=60),
+    )
 
 
-def buckets(comm: Any, options: Options) -> Row:
+def buckets(bench: Bench) -> Iterator[Row]:
     """Several small sums in flight: each agrees (as buckets of a step did once), or all are bound."""
-    flat = [np.ones(BUCKET_NBYTES // 4, np.float32) for _ in range(BUCKETS)]
-    into = [np.empty_like(x) for x in flat]
-    steps = [fompi.all_reduce.bind(x, out=y, comm=comm) for x, y in zip(flat, into, strict=True)]
+    comm, flat = bench.comm, [np.ones(BUCKET_NBYTES // 4, np.float32) for _ in range(BUCKETS)]
+    pairs = [(x, np.empty_like(x)) for x in flat]
+    steps = [fompi.all_reduce.bind(x, out=y, comm=comm) for x, y in pairs]
 
     def bound() -> None:
         for step in steps:
@@ -90,141 +97,137 @@ def buckets(comm: Any, options: Options) -> Row:
             step.wait()
 
     def unbound() -> None:
-        for pending in [fompi.all_reduce.start(x, out=y, comm=comm) for x, y in zip(flat, into, strict=True)]:
+        for pending in [fompi.all_reduce.start(x, out=y, comm=comm) for x, y in pairs]:
             pending.wait()
 
     def library() -> None:
-        for request in [comm.link.comm.Iallreduce(x, y) for x, y in zip(flat, into, strict=True)]:
+        for request in [bench.mpi.Iallreduce(x, y) for x, y in pairs]:
             request.Wait()
 
-    contestants: dict[str, Callable[[], object]] = {"the library": library, "fompi bound": bound, "fompi": unbound}
-    seconds = alternate(comm.link.comm, contestants, options.rounds, calls=_calls(options) // 10, warmup=WARMUP)
+    seconds = _times(bench, {LIBRARY: library, BOUND: bound, UNBOUND: unbound}, _calls(bench) // 10)
     for step in steps:
         step.close()
-    what = f"{BUCKETS} all-reduces of {BUCKET_NBYTES >> 10} KiB in flight"
-    return Row(what, samples=seconds, base="the library", **_setup(comm))
+    yield _row(bench, f"{BUCKETS} all-reduces of {BUCKET_NBYTES >> 10} KiB in flight", seconds, LIBRARY)
 
 
-def per_op(comm: Any, options: Options) -> Row:
+def per_op(bench: Bench) -> Iterator[Row]:
     """A plan of many ops, and the same messages posted and tested with mpi4py."""
-    slices, width = 64, 64
-    x = np.ones((slices * width, 1), np.float32)
-    plan = fompi.plan(
-        fompi.all_gather, Spec((len(x) * comm.size, 1), "float32", Shard(0)), ranks=comm.size, schedule="direct",
-        slices=slices,
-    )  # fmt: skip
-    count = len(plan.programs[comm.rank].ops)
-    y = np.empty((len(x) * comm.size, 1), np.float32)
-    with fompi.bind(plan, comm=comm, x=x, out=y) as bound:
-        bare = bare_messages(comm, [x[i * width : (i + 1) * width] for i in range(slices)], y)
-        contestants: dict[str, Callable[[], object]] = {"fompi bound": bound, "mpi4py alone": bare}
-        seconds = alternate(comm.link.comm, contestants, options.rounds, calls=_calls(options) // 10, warmup=WARMUP)
+    comm, slices, width = bench.comm, 64, 64
+    x, y = (np.ones((slices * width * blocks, 1), np.float32) for blocks in (1, comm.size))
+    made = plan("all_gather", x, comm.size, schedule="direct", slices=slices)
+    count = len(made.programs[comm.rank].ops)
+    with fompi.bind(made, comm=comm, x=x, out=y) as bound:
+        bare = bare_messages(bench, [x[i * width : (i + 1) * width] for i in range(slices)], y)
+        seconds = _times(bench, {BOUND: bound, BARE: bare}, _calls(bench) // 10)
     of_an_op = {name: [s / count for s in samples] for name, samples in seconds.items()}
-    figures = [median_figure("an op", of_an_op["fompi bound"], most=5)]
-    what = f"all-gather in {slices} slices, by its {count} ops"
-    return Row(what, samples=of_an_op, base="mpi4py alone", figures=figures, **_setup(comm))
+    figure = median_figure("an op", of_an_op[BOUND], most=5)
+    yield _row(bench, f"all-gather in {slices} slices, by its {count} ops", of_an_op, BARE, figure)
 
 
-def bare_messages(comm: Any, chunks: list[np.ndarray], into: np.ndarray) -> Callable[[], object]:
-    """Send every chunk to every other rank with Isend, Irecv and Testsome only."""
-    mpi, rank, size, rows = comm.link.comm.Dup(), comm.rank, comm.size, sum(map(len, chunks))
-    testsome = request_testsome()
+Message = tuple[np.ndarray, int, int]
+"""Rows, the other rank, and a tag."""
+
+
+def exchange(
+    mpi: Any, incoming: Iterable[Message], outgoing: Iterable[Message], own: Iterable[tuple[np.ndarray, np.ndarray]]
+) -> None:
+    """Receive and send with Irecv, Isend and Testsome only. `own`: where the rows of this rank go, and these rows."""
+    requests, testsome = [mpi.Irecv(*message) for message in incoming], request_testsome()
+    requests += [mpi.Isend(*message) for message in outgoing]
+    for into, rows in own:
+        into[...] = rows
+    missing = len(requests)
+    while missing:
+        missing -= len(testsome(requests) or ())
+
+
+def bare_messages(bench: Bench, chunks: list[np.ndarray], into: np.ndarray) -> Call:
+    """Send every chunk to every other rank."""
+    mpi, rank, size, width = bench.mpi.Dup(), bench.comm.rank, bench.comm.size, len(chunks[0])
     peers = [(rank + d) % size for d in range(1, size)]
 
-    def exchange() -> None:
-        requests, own = [], into[rank * rows : (rank + 1) * rows]
-        at = 0
-        for k, chunk in enumerate(chunks):
-            for peer in peers:
-                block = into[peer * rows + at : peer * rows + at + len(chunk)]
-                requests.append(mpi.Irecv(block, peer, k))
-            at += len(chunk)
-        for peer in peers:
-            for k, chunk in enumerate(chunks):
-                requests.append(mpi.Isend(chunk, peer, k))
-        at = 0
-        for chunk in chunks:
-            own[at : at + len(chunk)] = chunk
-            at += len(chunk)
-        missing = len(requests)
-        while missing:
-            missing -= len(testsome(requests) or ())
+    def place(owner: int, k: int) -> np.ndarray:
+        at = (owner * len(chunks) + k) * width
+        return into[at : at + width]
 
-    return exchange
+    def call() -> None:
+        incoming = ((place(peer, k), peer, k) for k in range(len(chunks)) for peer in peers)
+        outgoing = ((chunk, peer, k) for peer in peers for k, chunk in enumerate(chunks))
+        exchange(mpi, incoming, outgoing, ((place(rank, k), chunk) for k, chunk in enumerate(chunks)))
+
+    return call
 
 
-def changing_sizes(comm: Any, options: Options) -> list[Row]:
+def changing_sizes(bench: Bench) -> Iterator[Row]:
     """New random counts at every call, and bare messages with the same counts."""
-    rank, size, capacity, calls = comm.rank, comm.size, 64, CHANGING_CALLS // (10 if options.quick else 1)
-    unbound = operations.all_to_all
-    generator = random.Random(5)
+    comm, rank, size, capacity = bench.comm, bench.comm.rank, bench.comm.size, 64
+    calls, generator = CHANGING_CALLS // (10 if bench.quick else 1), random.Random(5)
     tables = [
         tuple(tuple(generator.randrange(capacity) for _ in range(size)) for _ in range(size)) for _ in range(calls)
     ]
     data = np.ones((capacity * size, 4), np.float32)
-    plan = fompi.plan(fompi.all_gather, Spec((capacity * size, 4), "float32", Shard(0)), ranks=size)
-    with fompi.bind(plan, comm=comm, x=data[:capacity].copy()) as bound:
+    with fompi.bind(plan("all_gather", data[:capacity], size), comm=comm, x=data[:capacity].copy()) as bound:
 
-        def in_turn(call: Callable[[Any], object]) -> Callable[[], object]:
+        def in_turn(call: Callable[[Any], object]) -> Call:
             """Each call uses the next counts. All contestants use the same ones."""
             following = cycle(tables)
             return lambda: call(next(following))
 
         contestants = {
-            "a2a": in_turn(lambda table: unbound(data[: sum(table[rank])], counts=table[rank], comm=comm)),
-            "bare a2a": in_turn(lambda table: bare_all_to_all(comm, data, table)),
+            "a2a": in_turn(lambda table: fompi.all_to_all(data[: sum(table[rank])], counts=table[rank], comm=comm)),
+            "bare a2a": in_turn(lambda table: bare_all_to_all(bench, data, table)),
             "gather": in_turn(lambda table: bound(counts=table[0])),
-            "bare gather": in_turn(lambda table: bare_all_to_all(comm, data, tuple((n,) * size for n in table[0]))),
+            "bare gather": in_turn(lambda table: bare_all_to_all(bench, data, tuple((n,) * size for n in table[0]))),
         }
-        per_round = max(1, calls // options.rounds)
-        seconds = alternate(comm.link.comm, contestants, options.rounds, calls=per_round, warmup=WARMUP)
-    made = []
-    for what, name, shown in (("all-to-all", "a2a", "fompi"), ("all-gather", "gather", "fompi bound")):
-        samples = {shown: seconds[name], "mpi4py alone": seconds[f"bare {name}"]}
+        seconds = _times(bench, contestants, max(1, calls // bench.options.rounds))
+    for what, name, shown in (("all-to-all", "a2a", UNBOUND), ("all-gather", "gather", BOUND)):
+        samples = {shown: seconds[name], BARE: seconds[f"bare {name}"]}
         figure = difference(f"{shown}, above the bare messages", *samples.values(), most=50)
-        what = f"{what}, new counts at every call"
-        made.append(Row(what, samples=samples, base="mpi4py alone", figures=[figure], **_setup(comm)))
-    return made
+        yield _row(bench, f"{what}, new counts at every call", samples, BARE, figure)
 
 
-def bare_all_to_all(comm: Any, data: np.ndarray, table: Any) -> None:
-    """The all-to-all with mpi4py alone. It knows all counts beforehand, makes the result, and copies the own rows."""
-    mpi, rank = comm.link.comm, comm.rank
-    arrived = [row[rank] for row in table]
-    into = np.empty((sum(arrived), 4), np.float32)
-    requests, at = [], 0
-    for source, rows in enumerate(arrived):
-        if source != rank and rows:
-            requests.append(mpi.Irecv(into[at : at + rows], source, 1 << 12))
-        at += rows
+def bare_all_to_all(bench: Bench, data: np.ndarray, table: Sequence[Sequence[int]]) -> None:
+    """The same with mpi4py alone. It knows all counts beforehand, makes the result, and copies the rank's own rows."""
+    rank, tag = bench.comm.rank, 1 << 12
+    arriving, leaving = [row[rank] for row in table], table[rank]
+    into = np.empty((sum(arriving), 4), np.float32)
+    incoming, outgoing = ([*_runs(rows, counts)] for rows, counts in ((into, arriving), (data, leaving)))
+    exchange(
+        bench.mpi,
+        ((rows, source, tag) for source, rows in enumerate(incoming) if source != rank and len(rows)),
+        ((rows, dest, tag) for dest, rows in enumerate(outgoing) if dest != rank and len(rows)),
+        [(incoming[rank], outgoing[rank])],
+    )
+
+
+def _runs(rows: np.ndarray, counts: Sequence[int]) -> Iterator[np.ndarray]:
+    """So many rows each, one run behind the other."""
     at = 0
-    for dest, rows in enumerate(table[rank]):
-        if dest != rank and rows:
-            requests.append(mpi.Isend(data[at : at + rows], dest, 1 << 12))
-        elif rows:
-            first = sum(arrived[:rank])
-            into[first : first + rows] = data[at : at + rows]
-        at += rows
-    missing, testsome = len(requests), request_testsome()
-    while missing:
-        missing -= len(testsome(requests) or ())
+    for count in counts:
+        yield rows[at : at + count]
+        at += count
 
 
-def planning(options: Options) -> list[Row]:
+# ---------------------------------------------------------------------------------------------- plans and choices
+
+
+def planning(bench: Bench) -> Iterator[Row]:
     """A cold plan for 8 ranks, as the first call of an operation makes it, and the choice among candidates."""
     from fompi.runtime.compiled import Compiled
 
     specs = Spec((4096, 4096), "float32", Shard(1)), Spec((4096, 1024), "float32", Shard(0))
 
     def cold() -> None:
-        plan = fompi.plan(fompi.matmul_reduce_scatter, *specs, ranks=8)
-        fompi.verify(plan)
-        Compiled(plan, 0)
+        made = fompi.plan(fompi.matmul_reduce_scatter, *specs, ranks=8)
+        fompi.verify(made)
+        Compiled(made, 0)
 
-    seconds = [seconds_of(cold) for _ in range(options.rounds)]
+    seconds = [seconds_of(cold) for _ in range(bench.options.rounds)]
     figure = median_figure("cold", seconds, "ms", most=50)
-    made = Row("a plan for 8 ranks, written, verified, compiled", "", {"cold": seconds}, figures=[figure])
-    return [made, *choosing(options), *([] if options.quick else walking(options))]
+    yield Row("a plan for 8 ranks, written, verified, compiled", "", {"cold": seconds}, figures=[figure])
+    yield from choosing(bench)
+    if not bench.quick:
+        yield from walking(bench)
 
 
 COLD_MS = {8: 50.0, 64: 500.0, 1024: 2000.0}
@@ -242,65 +245,53 @@ def _calibrated(machine: Any) -> Any:
     return replace(machine, curve=sampled, natives=natives, natives_behind=natives, **costs)
 
 
-def choosing(options: Options) -> list[Row]:
+def choosing(bench: Bench) -> Iterator[Row]:
     """A choice by the model, as a call with FOMPI_MACHINE makes it: cold with this rank's program, then warm."""
     from fompi.model.machine import Machine
     from fompi.planner.choose import choose_schedule, clear_choices
     from fompi.runtime.compiled import Compiled
     from fompi.schedules.registry import write
 
-    made_rows = []
-    for ranks, most in COLD_MS.items():
-        if options.quick and ranks > 8:
-            continue
-        samples: dict[str, list[float]] = {}
-        figures: list[Figure] = []
-        k = 4096 // ranks
+    def cold(made: Problem, machine: Any) -> None:
+        schedule, slices = choose_schedule(made, 4096, True, machine)
+        Compiled(write(made, schedule, slices), 0)
+
+    def seconds_cold(made: Problem, machine: Any) -> float:
+        clear_choices()
+        return seconds_of(partial(cold, made, machine))
+
+    plain, rounds = Machine.load("gigabit"), bench.options.rounds
+    machines = {"gigabit": plain, "h100-ndr": Machine.load("h100-ndr"), "calibrated": _calibrated(plain)}
+    slow = machines["calibrated, one slow rank"] = replace(machines["calibrated"], rates=(1.0, 0.25))
+    for ranks in [8] if bench.quick else COLD_MS:
+        k, times = 4096 // ranks, rounds if ranks < 100 else min(rounds, COLD_ROUNDS)
         made = problem("matmul_reduce_scatter", ranks, Form((4096, k), "float32"), [Form((k, 1024), "float32")])
-        plain = Machine.load("gigabit")
-        machines = {"gigabit": plain, "h100-ndr": Machine.load("h100-ndr"), "calibrated": _calibrated(plain)}
-        machines["calibrated, one slow rank"] = replace(machines["calibrated"], rates=(1.0, 0.25))
-        for name, machine in machines.items():
-            seconds = samples[f"{name}, cold"] = []
-            for _ in range(options.rounds if ranks < 100 else min(options.rounds, COLD_ROUNDS)):
-                clear_choices()
-                begun = perf_counter()
-                schedule, slices = choose_schedule(made, 4096, True, machine)
-                Compiled(write(made, schedule, slices), 0)
-                seconds.append(perf_counter() - begun)
-            figures.append(median_figure(f"{name}, cold", seconds, "ms", most=most))
-        what = f"a choice by the model for {ranks} ranks, with this rank's program"
-        made_rows.append(Row(what, "", samples, figures=figures))
-    warm = []
-    for _ in range(options.rounds):
-        begun = perf_counter()
-        for _ in range(CALLS):
-            choose_schedule(made, 4096, True, machine)
-        warm.append((perf_counter() - begun) / CALLS)
-    again = Row("the same choice again", "", {"warm": warm}, figures=[median_figure("warm", warm, most=5)])
-    return [*made_rows, again]
+        samples = {f"{name}, cold": [seconds_cold(made, each) for _ in range(times)] for name, each in machines.items()}
+        figures = [median_figure(name, taken, "ms", most=COLD_MS[ranks]) for name, taken in samples.items()]
+        yield Row(f"a choice by the model for {ranks} ranks, with this rank's program", "", samples, figures=figures)
+    again = partial(repeated, partial(choose_schedule, made, 4096, True, slow), CALLS)
+    warm = [seconds_of(again) / CALLS for _ in range(rounds)]
+    yield Row("the same choice again", "", {"warm": warm}, figures=[median_figure("warm", warm, most=5)])
 
 
 WALK_MS = 10_000.0
 """The target for a walk over 1,024 ranks with different sizes, and over 4,096 ranks with equal ones."""
 
 
-def walking(options: Options) -> list[Row]:
+def walking(bench: Bench) -> Iterator[Row]:
     """The model's walk over the events of very many ranks."""
     from fompi.model.machine import Machine
     from fompi.model.simulate import predict
     from fompi.schedules.registry import write
 
-    machine, made_rows = Machine.load("gigabit"), []
+    def walk(made: Problem, sizes: Sizes) -> None:
+        predict(write(made, "ring", 1, sizes), Machine.load("gigabit"))
+
     for ranks, uneven in ((1024, True), (4096, False)):
         made = problem("all_gather", ranks, Form((64, 512), "float32"))
         sizes = Sizes(tuple(64 + (r * 37 % 11) * uneven for r in range(ranks)))
-        seconds = []
-        for _ in range(min(options.rounds, COLD_ROUNDS)):
-            begun = perf_counter()
-            predict(write(made, "ring", 1, sizes), machine)
-            seconds.append(perf_counter() - begun)
+        times = min(bench.options.rounds, COLD_ROUNDS)
+        seconds = [seconds_of(partial(walk, made, sizes)) for _ in range(times)]
         what = f"the walk of {'an uneven' if uneven else 'an even'} ring of {ranks} ranks"
         figures = [median_figure("all-gather", seconds, "ms", most=WALK_MS)]
-        made_rows.append(Row(what, "", {"all-gather": seconds}, figures=figures))
-    return made_rows
+        yield Row(what, "", {"all-gather": seconds}, figures=figures)

@@ -15,7 +15,7 @@ are new in every round, and every result is checked. `exposed` is the time beyon
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,14 +26,12 @@ import numpy as np
 
 import fompi
 from fompi.backends.emulated import CORNER, Emulated, corner
-from fompi.base.layout import offsets, slices_in_words, split
-from fompi.bench.cluster import TcpHosts
-from fompi.bench.collectives import plan, progress
-from fompi.bench.options import Options
+from fompi.base.layout import offsets, split
+from fompi.bench.measure import Bench, Call, plan, schedules
 from fompi.bench.rivals.exchange import bare_exchange
 from fompi.model.machine import Machine
 from fompi.mpi.transport import library
-from fompi.tuning.rounds import Figure, Row, WrongResult, alternate
+from fompi.tuning.rounds import Figure, Row, WrongResult, best_of
 
 Array = np.ndarray[Any, Any]
 M, K, N = 2048, 1024, 4096
@@ -45,11 +43,7 @@ RATIOS = (0.56, 1.0, 2.0)
 PIECES = (1, 4, 8)
 """Pieces of a shard in the bare exchange. The best of these is T_m."""
 
-CANDIDATES: dict[str, dict[str, Any]] = {
-    f"fompi {schedule}, {slices_in_words(slices)}": {"schedule": schedule, "slices": slices}
-    for schedule in ("direct", "ring")
-    for slices in (1, 4, 8, 16)
-}
+CANDIDATES = schedules({"direct": (1, 4, 8, 16), "ring": (1, 4, 8, 16)})
 UNFUSED: dict[str, dict[str, Any]] = {
     "unfused, native": {"schedule": "unfused"},
     "unfused, P2P": {"schedule": "unfused_p2p"},
@@ -106,39 +100,34 @@ class Setting:
         return sum((self.x_corner(rank, turn)[own] @ self.weight(rank) for rank in ranks), np.zeros((), np.float32))
 
 
-def rows(comm: Any, options: Options) -> list[Row]:
-    measured_rows = []
-    with TcpHosts(comm.link.comm) as cluster:
-        for operation in OPERATIONS if not options.quick else OPERATIONS[:1]:
-            setting = Setting(operation, comm.rank, comm.size)
-            exchange = best_exchange(comm, cluster, setting)
-            for ratio in options.each(RATIOS, partial(_title, setting)):
-                measured_rows.append(measured(comm, cluster, setting, exchange, ratio, options.rounds))
-    return measured_rows
+def rows(bench: Bench) -> list[Row]:
+    made: list[Row] = []
+    for operation in OPERATIONS[: 1 if bench.quick else None]:
+        setting = Setting(operation, bench.comm.rank, bench.comm.size)
+        exchange = best_exchange(bench, setting)
+        for ratio in bench.each(RATIOS, partial(_title, setting)):
+            made.append(measured(bench, setting, exchange, ratio))
+    return made
 
 
 def _title(setting: Setting, ratio: float) -> str:
     return f"{setting.operation}, T_m / T_c = {ratio:g}"
 
 
-def best_exchange(comm: Any, cluster: TcpHosts, setting: Setting) -> Callable[[], object]:
+def best_exchange(bench: Bench, setting: Setting) -> Call:
     """The messages of the operation without its kernels, in the number of pieces that is fastest with this MPI."""
     shard = M // setting.size * N * 4
     exchanges = {
-        f"{pieces} {to}": bare_exchange(cluster.own, shard, pieces, round_the_ring=to == "next")
+        f"{pieces} {to}": bare_exchange(bench.cluster.own, shard, pieces, round_the_ring=to == "next")
         for pieces in PIECES
         for to in ("each", "next")
     }
-    pilot = alternate(comm.link.comm, exchanges, 3, idle=cluster.idle)
-    return exchanges[min(pilot, key=lambda name: median(pilot[name]))]
+    return exchanges[best_of(bench.times(exchanges, 3))]
 
 
-def measured(
-    comm: Any, cluster: TcpHosts, setting: Setting, exchange: Callable[[], object], ratio: float, rounds: int
-) -> Row:
-    mpi = comm.link.comm
+def measured(bench: Bench, setting: Setting, exchange: Call, ratio: float) -> Row:
     x, w = setting.operands()
-    turns = [0]
+    turns, calls = [0], dict[str, Call]()
 
     def renew(name: str) -> None:
         turns[0] += 1
@@ -148,62 +137,53 @@ def measured(
         if name in calls and not np.array_equal(corner(result), setting.expected(turns[0])):
             raise WrongResult(f"{name} is wrong on rank {setting.rank} in turn {turns[0]}")
 
-    def timed(t_m: float, contestants: dict[str, dict[str, Any]], rounds: int) -> dict[str, list[float]]:
+    def timed(t_m: float, schedules: Mapping[str, Mapping[str, Any]], rounds: int = 0) -> dict[str, list[float]]:
         machine = Machine("emulated accelerator", 0.0, 1.0, 2 * M * K * N * ratio / t_m, 1e12, 5e-6)
         with ExitStack() as held:
-            alone = held.enter_context(comm.split(comm.rank, name="one rank"))
+            alone = held.enter_context(bench.comm.split(setting.rank, name="one rank"))
             yardsticks = {KERNEL: kernel_alone(alone, setting, machine, held), BARE: exchange}
             calls.clear()
-            for name, how in contestants.items():
+            for name, how in schedules.items():
                 made = plan(setting.operation, x, w, setting.size, **how)
-                calls[name] = held.enter_context(fompi.bind(made, comm=comm, x=x, w=w, backend=Emulated(machine)))
-            return alternate(mpi, yardsticks | calls, rounds, idle=cluster.idle, before=renew, after=check)
+                calls[name] = bench.bound(held, made, x=x, w=w, backend=Emulated(machine))
+            return bench.times(yardsticks | calls, rounds, before=renew, after=check)
 
-    calls: dict[str, Callable[[], Any]] = {}
-    pilot = alternate(mpi, {BARE: exchange}, PILOT_ROUNDS, idle=cluster.idle)
+    pilot = bench.times({BARE: exchange}, PILOT_ROUNDS)
     pilot = timed(median(pilot[BARE]), CANDIDATES, PILOT_ROUNDS)
     best = min(CANDIDATES, key=lambda name: median(pilot[name]))
     contestants = {best: CANDIDATES[best], **UNFUSED, **SLICED}
     # The calls before an exchange change its time. So T_m is measured between these very calls.
     pilot = timed(median(pilot[BARE]), contestants, PILOT_ROUNDS)
-    samples = timed(median(pilot[BARE]), contestants, rounds)
-    return evaluated(comm, cluster, setting, ratio, best, samples)
+    return evaluated(bench, setting, ratio, best, timed(median(pilot[BARE]), contestants))
 
 
-def evaluated(
-    comm: Any, cluster: TcpHosts, setting: Setting, ratio: float, best: str, samples: dict[str, list[float]]
-) -> Row:
+def evaluated(bench: Bench, setting: Setting, ratio: float, best: str, samples: dict[str, list[float]]) -> Row:
     """The row with its limits and figures. `best` is fompi's best schedule."""
-    row = Row(_title(setting, ratio), str(cluster), samples, base=best)
-    t_c, t_m = row.median(KERNEL), row.median(BARE)
-    exposed = [(t - c) / t_m for t, c in zip(samples[best], samples[KERNEL], strict=True)]
+    row = bench.row_of(_title(setting, ratio), samples, base=best, marks=["emulated accelerator"])
+    t_c, t_m, asked = row.median(KERNEL), row.median(BARE), bench.asked
     unfused, sliced, limit = row.best(UNFUSED), row.best(SLICED), (t_c + t_m) / max(t_c, t_m)
     if ratio < 1:
+        exposed = median((t - c) / t_m for t, c in zip(samples[best], samples[KERNEL], strict=True))
+        most = MOST_EXPOSED.get(library().name, 0.005)
         figures = [
-            Figure("exposed / communication", median(exposed), most=MOST_EXPOSED.get(library().name, 0.005)),
-            row.ratio(unfused, best, least=1.55, limit=limit),
-            row.ratio(sliced, best, least=1.055),
+            Figure("exposed / communication", exposed, most=asked(most)),
+            row.ratio(unfused, best, least=asked(1.55), limit=limit),
+            row.ratio(sliced, best, least=asked(1.055)),
         ]
     elif ratio == 1:
-        figures = [row.ratio(unfused, best, least=1.93, limit=limit), row.ratio(sliced, best)]
+        figures = [row.ratio(unfused, best, least=asked(1.93), limit=limit), row.ratio(sliced, best)]
     else:
-        figures = [row.ratio(best, BARE, most=1.04, limit=1.0), row.ratio(unfused, best, limit=limit)]
+        figures = [row.ratio(best, BARE, most=asked(1.04), limit=1.0), row.ratio(unfused, best, limit=limit)]
         figures.append(row.ratio(sliced, best))
-    if cluster.shared:
-        figures = [replace(figure, least=None, most=None) for figure in figures]
-    return replace(
-        row,
-        limits={"T_c": t_c, "T_m": t_m},
-        figures=figures,
-        progress=f"{progress(comm)} (kernels are enqueued: the caller polls)",
-        marks=["emulated accelerator"],
-    )
+    words = f"{bench.progress} (kernels are enqueued: the caller polls)"
+    return replace(row, limits={"T_c": t_c, "T_m": t_m}, figures=figures, progress=words)
 
 
-def kernel_alone(alone: Any, setting: Setting, machine: Machine, held: ExitStack) -> Callable[[], Any]:
+def kernel_alone(alone: fompi.Communicator, setting: Setting, machine: Machine, held: ExitStack) -> Call:
     """The product of a rank in one call, on a communicator of one rank."""
     x, w = setting.operands()
     if setting.gathers:
         x = np.zeros((M, N), np.float32)
     step = fompi.bind(plan("all_gather_matmul", x, w, 1), comm=alone, x=x, w=w, backend=Emulated(machine))
-    return held.enter_context(step)
+    made: Call = held.enter_context(step)
+    return made

@@ -5,88 +5,104 @@ then is T_m, its messages alone. Then the emulated accelerator gets such a speed
 compares
 
 - fompi: the strategy of `fompi.parallel`, through its public interface;
-- serial: the same kernels and messages, but no kernel runs while a message moves;
-- kernels alone and messages alone.
+- kernels alone and messages alone;
+- serial: both, one after the other.
 
 `exposed` is the time beyond the kernels alone. `bound` is what must be exposed: no order of these pieces does better on
 links that carry one message at a time. Both are shares of T_m. The bound of a row is in the docstring of its function
 (`fompi.bench.strategies`), and in docs/concepts/strategies.md.
+
+On a device (`--device`) the kernels and the messages of a strategy are calls of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import Any
 
-import numpy as np
-
-from fompi.bench.accelerator import INSTANT, PILOT_ROUNDS, Accelerator, emulated_row
-from fompi.bench.cluster import TcpHosts
-from fompi.bench.options import Options
+from fompi.bench import strategies
+from fompi.bench.accelerator import INSTANT, MARK, PILOT_ROUNDS, Accelerator
+from fompi.bench.measure import Bench, Call
 from fompi.bench.pipelines import pipelines
-from fompi.bench.strategies import CASES, FOMPI, KERNELS, MESSAGES, SERIAL, StrategyCase, with_bound
+from fompi.bench.strategies import (
+    FOMPI,
+    KERNELS,
+    MESSAGES,
+    SERIAL,
+    Makers,
+    Strategy,
+    StrategySetting,
+    with_bound,
+)
 from fompi.bench.two_axes import data_beside_tensor
 from fompi.bench.whole_step import whole_step
-from fompi.engine.communicator import Communicator
-from fompi.tuning.rounds import Row, alternate
-
-Array = np.ndarray[Any, Any]
+from fompi.tuning.rounds import Row
 
 
-def rows(comm: Communicator, options: Options) -> list[Row]:
-    measured_rows: list[Row] = []
-    with TcpHosts(comm.link.comm) as cluster:
-        accelerator = Accelerator([comm])
-        with accelerator.on():
-            for make in CASES:
-                case = make(comm, accelerator)
-                if case is not None:
-                    ratios = case.ratios[:1] if options.quick else case.ratios
-                    for ratio in options.each(ratios, partial(_title, case)):
-                        measured_rows.append(measured(comm, cluster, accelerator, case, ratio, options.rounds))
-                    case.close()
-        more = {"pipelines": pipelines}
-        if comm.size % 2 == 0:
-            more["a step as one plan"] = whole_step
-        if comm.size > 2 and comm.size % 2 == 0:
-            more["data beside tensor parallelism"] = data_beside_tensor
-        measured_rows += [more[name](comm, cluster, options.rounds) for name in options.each([*more])]
-    return measured_rows
+def rows(bench: Bench) -> list[Row]:
+    if bench.place.device is not None:
+        return rows_on_device(bench, strategies.ON_DEVICE)
+    made: list[Row] = []
+    accelerator, makers, size = Accelerator(), strategies.on_accelerator(bench.comm.size), bench.comm.size
+    with accelerator.on([bench.comm]):
+        for what, make in makers.items():
+            strategy = make(StrategySetting(bench, bench.comm, strategies.EMULATED, accelerator))
+            ratios = strategy.ratios[: 1 if bench.quick else None]
+            for ratio in bench.each(ratios, partial(_title, what, strategy)):
+                made.append(measured(bench, accelerator, _title(what, strategy, ratio), strategy, ratio))
+            strategy.close()
+    more = {"pipelines": pipelines}
+    if size % 2 == 0:
+        more["a step as one plan"] = whole_step
+    if size > 2 and size % 2 == 0:
+        more["data beside tensor parallelism"] = data_beside_tensor
+    return [*made, *bench.rows(more)]
 
 
-def _title(case: StrategyCase, ratio: float) -> str:
-    return f"{case.what}, {case.of} = {ratio:g}"
+def _title(what: str, strategy: Strategy, ratio: float) -> str:
+    return f"{what}, {strategy.of} = {ratio:g}"
 
 
-def measured(
-    comm: Communicator, cluster: TcpHosts, accelerator: Accelerator, case: StrategyCase, ratio: float, rounds: int
-) -> Row:
-    mpi = comm.link.comm
+def measured(bench: Bench, accelerator: Accelerator, what: str, strategy: Strategy, ratio: float) -> Row:
+    """A strategy on the accelerator, whose speed makes messages and kernels take their times in this ratio."""
 
-    def on(flops_rate: float, serial: bool, call: Callable[[], object]) -> Callable[[], object]:
-        def run() -> object:
-            accelerator.use(flops_rate, serial)
-            return call()
+    def at(flops_rate: float, call: Call) -> Call:
+        def run() -> None:
+            accelerator.use(flops_rate)
+            call()
 
         return run
 
-    def kernels() -> None:
-        accelerator.spend(flops)
-
-    instant = on(INSTANT.flops_rate, False, case.call)
-    before = accelerator.flops
-    instant()
+    messages, before = at(INSTANT.flops_rate, strategy.call), accelerator.flops
+    messages()
     flops = accelerator.flops - before
-    pilot = alternate(mpi, {MESSAGES: instant}, PILOT_ROUNDS, idle=cluster.idle)
-    rate = flops * case.t_m_over_t_c(ratio) / median(pilot[MESSAGES])
-    contestants = {
-        FOMPI: on(rate, False, case.call),
-        SERIAL: on(rate, True, case.serial or case.call),
-        KERNELS: on(rate, False, kernels),
-        MESSAGES: instant,
-    }
-    samples = alternate(mpi, contestants, rounds, idle=cluster.idle)
-    row = emulated_row(comm, cluster, _title(case, ratio), samples, base=FOMPI)
-    return with_bound(row, case.bound, None if cluster.shared else case.slack)
+    t_m = median(bench.times({MESSAGES: messages}, PILOT_ROUNDS)[MESSAGES])
+    rate = flops * strategy.t_m_over_t_c(ratio) / t_m
+    row = compared(bench, what, at(rate, strategy.call), at(rate, partial(accelerator.spend, flops)), messages)
+    row = replace(row, marks=[MARK])
+    return with_bound(row, strategy.bound, bench.asked(strategy.slack))
+
+
+def compared(bench: Bench, what: str, call: Call, kernels: Call, messages: Call) -> Row:
+    """The strategy beside its kernels, its messages, and both one after the other."""
+
+    def serial() -> None:
+        bench.place.finished(messages)()
+        kernels()
+
+    calls = {FOMPI: call, SERIAL: serial, KERNELS: kernels, MESSAGES: messages}
+    return bench.row(what, {name: bench.place.finished(each) for name, each in calls.items()}, base=FOMPI)
+
+
+def rows_on_device(bench: Bench, makers: Makers) -> list[Row]:
+    """A row of each strategy. Its bound is of the T_c and T_m that were measured."""
+    gpu = strategies.QUICK_GPU if bench.quick else strategies.GPU
+    sizes, made = strategies.SOFTWARE if bench.place.is_software else gpu, []
+    for what in bench.each([*makers]):
+        strategy = makers[what](StrategySetting(bench, bench.comm, sizes))
+        assert strategy.kernels is not None and strategy.messages is not None
+        row = compared(bench, what, strategy.call, strategy.kernels, strategy.messages)
+        made.append(with_bound(row, strategy.bound))
+        strategy.close()
+    return made

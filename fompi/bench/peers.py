@@ -21,37 +21,21 @@ from typing import Any
 
 import numpy as np
 
-import fompi
-from fompi.base.layout import slices_in_words
 from fompi.bench.cluster import TcpHosts
-from fompi.bench.collectives import plan, progress
-from fompi.bench.options import Options
+from fompi.bench.measure import Bench, Call, schedules
 from fompi.bench.rivals import plain_mpi
 from fompi.bench.rivals.gloo import Gloo
 from fompi.bench.rivals.rival import OPERATIONS, Array, Rival
 from fompi.bench.rivals.xla import Mpi4jax, Xla
-from fompi.tuning.rounds import (
-    Contestant,
-    Figure,
-    Row,
-    alternate,
-    calls_of,
-    checked,
-    geometric_mean,
-    relative_error,
-    texts,
-)
+from fompi.tuning.rounds import Figure, Row, geometric_mean, texts
 
-M = N = 2048
+M = 2048
 KS, QUICK_KS = (512, 1024, 2048, 4096), (512,)
 SLICES, QUICK_SLICES = (2, 4, 8), (2,)
-FUSED: dict[str, dict[str, Any]] = {
-    f"fompi direct, {slices_in_words(slices)}": {"schedule": "direct", "slices": slices}
-    for slices in (1, 2, 4, 8, (1, 2, 4), (4, 2, 1))
-}
-KERNEL, WIRE, UNFUSED_P2P = "kernel alone", "wire", "fompi unfused_p2p"
-NATIVE, PAIRWISE = "native slices", "P2P slices"
-UNFUSED = ("mpi4py blocking", "mpi4py P2P", UNFUSED_P2P)
+FUSED = schedules({"direct": (1, 2, 4, 8, (1, 2, 4), (4, 2, 1))})
+KERNEL, WIRE = "kernel alone", "wire"
+UNFUSED_P2P, BLOCKING, PAIRWISE = "unfused, fompi P2P", "unfused, mpi4py blocking", "unfused, mpi4py P2P"
+UNFUSED = (UNFUSED_P2P, BLOCKING, PAIRWISE)
 
 MOST_SLOWER, LEAST_SLICED, LEAST_SLICED_CASE, LEAST_OTHERS = 1.02, 1.0, 0.97, 1.3
 """Targets: fompi / without overlap; slices / fompi as a mean of all rows, and in each row; other peers / fompi."""
@@ -86,32 +70,59 @@ class PeerCase:
 
     def reference(self, rank: int, size: int) -> Array:
         """The result of a rank, in float64."""
-        x, w = (operand.astype(float) for operand in self.operands(rank, size))
+        operands = [[t.astype(float) for t in self.operands(source, size)] for source in range(size)]
         if self.operation == "all_gather_matmul":
-            return np.concatenate([self.operands(source, size)[0] for source in range(size)]).astype(float) @ w
+            return np.concatenate([x for x, _ in operands]) @ operands[rank][1]
         rows = self.m // size
         own = slice(None) if self.operation == "matmul_all_reduce" else slice(rank * rows, (rank + 1) * rows)
-        terms = []
-        for source in range(size):
-            x, w = (operand.astype(float) for operand in self.operands(source, size))
-            terms.append(x[own] @ w)
+        terms = [x[own] @ w for x, w in operands]
         return np.concatenate(terms) if self.operation == "matmul_all_to_all" else sum(terms[1:], terms[0])
+
+    @property
+    def product(self) -> tuple[int, int, int]:
+        """The sizes of the product of a rank: rows, the inner dimension, columns."""
+        inner, outer = (self.n, self.k) if self.operation == "all_gather_matmul" else (self.k, self.n)
+        return self.m, inner, outer
 
     def sent(self, size: int) -> int:
         """Bytes that each rank sends."""
         return self.m * self.n * 4 * (size - 1) // size * (2 if self.operation == "matmul_all_reduce" else 1)
 
 
-def rows(comm: Any, options: Options) -> list[Row]:
+def cases(quick: bool) -> list[PeerCase]:
+    """The grid of the suites `fused` and `peers`."""
+    edge, ks = (M // 4, QUICK_KS) if quick else (M, KS)
+    return [PeerCase(operation, edge, edge, k) for operation in OPERATIONS for k in ks]
+
+
+def cases_of(shape: tuple[int, int, int], size: int) -> list[PeerCase]:
+    """Every fused operation on the global shapes x[m, k] @ w[k, n].
+
+    Sizes are rounded up to multiples of `size`, because the rivals need even shards.
+    """
+    m, k, n = (-(-total // size) * size for total in shape)
+    rows = -(-m // size**2) * size  # each rank has own rows and sends some to each other
+    return [
+        PeerCase("all_gather_matmul", m, k, n // size),
+        PeerCase("matmul_reduce_scatter", m, n, k // size),
+        PeerCase("matmul_all_reduce", m, n, k // size),
+        PeerCase("matmul_all_to_all", rows, n, k),
+    ]
+
+
+def kernel_of(case: PeerCase) -> Call:
+    """The product of one rank, in one call."""
+    m, inner, outer = case.product
+    a, b = np.ones((m, inner), np.float32), np.ones((inner, outer), np.float32)
+    return partial(np.matmul, a, b, out=np.empty((m, outer), np.float32))
+
+
+def rows(bench: Bench) -> list[Row]:
     """A row for every operation and K, and a summary."""
-    edge, ks, slices = (M, KS, SLICES) if not options.quick else (M // 4, QUICK_KS, QUICK_SLICES)
-    with TcpHosts(comm.link.comm, options.quick) as cluster, frameworks(cluster, slices) as (peers, absent):
-        measured_rows = []
-        for case in options.progress.each([PeerCase(operation, edge, edge, k) for operation in OPERATIONS for k in ks]):
-            with ExitStack() as held:
-                contestants = contestants_of(comm, peers, case, slices, held)
-                measured_rows.append(measured(comm, cluster, case, contestants, absent, options.rounds))
-        return [*measured_rows, summary(measured_rows, cluster)]
+    slices = QUICK_SLICES if bench.quick else SLICES
+    with frameworks(bench.cluster, slices) as (peers, absent):
+        measured_rows = [measured(bench, case, slices, peers, absent) for case in bench.each(cases(bench.quick))]
+        return [*measured_rows, summary(bench, measured_rows)]
 
 
 Peer = Callable[[str, Array, Array], Rival]
@@ -166,110 +177,95 @@ def failure(comm: Any, do: Callable[[], object]) -> str:
     return next(filter(None, texts(comm, reason)), "")
 
 
-def contestants_of(
-    comm: Any, peers: Mapping[str, Peer], case: PeerCase, slices: Sequence[int], held: ExitStack
-) -> dict[str, Contestant]:
-    """All contestants bound to their arrays. `held` closes them."""
-    mpi, operation = comm.link.comm, case.operation
-    x, w = case.operands(comm.rank, comm.size)
-    error = partial(relative_error, reference=case.reference(comm.rank, comm.size))
-    calls: dict[str, Callable[[], Any]] = {}
-    for name, how in {**FUSED, UNFUSED_P2P: {"schedule": "unfused_p2p"}}.items():
-        calls[name] = held.enter_context(fompi.bind(plan(operation, x, w, comm.size, **how), comm=comm, x=x, w=w))
-    bound = {
-        "mpi4py blocking": plain_mpi.blocking(operation, mpi, x, w),
-        "mpi4py P2P": plain_mpi.pairwise(operation, mpi, x, w),
-        **{f"{NATIVE} {s}": plain_mpi.native_slices(operation, mpi, x, w, s) for s in slices},
-        **{f"{PAIRWISE} {s}": plain_mpi.pairwise(operation, mpi, x, w, s) for s in slices},
-        **{name: peer(operation, x, w) for name, peer in peers.items()},
+def without_fompi(bench: Bench, held: ExitStack, case: PeerCase, slices: Sequence[int]) -> dict[str, Call]:
+    """The operation without overlap, and by mpi4py in slices, bound until `held` closes them."""
+    mpi, operation = bench.mpi, case.operation
+    x, w = case.operands(bench.comm.rank, bench.comm.size)
+    rivals = {
+        BLOCKING: plain_mpi.blocking(operation, mpi, x, w),
+        PAIRWISE: plain_mpi.pairwise(operation, mpi, x, w),
+        **{f"{s} slices, native": plain_mpi.native_slices(operation, mpi, x, w, s) for s in slices},
+        **{f"{s} slices, P2P": plain_mpi.pairwise(operation, mpi, x, w, s) for s in slices},
     }
-    for name, rival in bound.items():
+    unfused = bench.by_schedules(held, operation, {UNFUSED_P2P: {"schedule": "unfused_p2p"}}, x=x, w=w)
+    return unfused | calls_of(rivals, held)
+
+
+def calls_of(rivals: Mapping[str, Rival], held: ExitStack) -> dict[str, Call]:
+    """The calls of rivals, until `held` closes them."""
+    for rival in rivals.values():
         held.callback(rival.close)
-        calls[name] = rival.call
-    return {name: Contestant(call, error) for name, call in calls.items()}
-
-
-def kernel_of(case: PeerCase) -> Callable[[], object]:
-    """The product of one rank, in one call."""
-    inner, outer = (case.n, case.k) if case.operation == "all_gather_matmul" else (case.k, case.n)
-    a, b = np.ones((case.m, inner), np.float32), np.ones((inner, outer), np.float32)
-    return partial(np.matmul, a, b, out=np.empty((case.m, outer), np.float32))
+    return {name: rival.call for name, rival in rivals.items()}
 
 
 def measured(
-    comm: Any,
-    cluster: TcpHosts,
-    case: PeerCase,
-    contestants: Mapping[str, Contestant],
-    absent: Mapping[str, str],
-    rounds: int,
+    bench: Bench, case: PeerCase, slices: Sequence[int], peers: Mapping[str, Peer], absent: Mapping[str, str]
 ) -> Row:
     """Check the contestants, time them in turns with the bare kernel and the bare wire, and compare."""
-    errors = checked(comm.link.comm, contestants)
-    calls = calls_of(contestants)
-    calls[KERNEL] = kernel_of(case)
-    if not cluster.shared:
-        calls[WIRE] = lambda: cluster.exchange(case.sent(comm.size))
-    samples = alternate(comm.link.comm, calls, rounds, idle=cluster.idle, monitor=cluster.monitor)
-    row = Row(str(case), str(cluster), samples)
-    best = row.best(FUSED)
-    limits = {"T_c": row.median(KERNEL)} | ({} if cluster.shared else {"wire": row.median(WIRE)})
+    comm, cluster = bench.comm, bench.cluster
+    x, w = case.operands(comm.rank, comm.size)
+    with ExitStack() as held:
+        calls = {
+            **bench.by_schedules(held, case.operation, FUSED, x=x, w=w),
+            **without_fompi(bench, held, case, slices),
+            **calls_of({name: peer(case.operation, x, w) for name, peer in peers.items()}, held),
+        }
+        errors = bench.checked(calls, case.reference(comm.rank, comm.size))
+        calls[KERNEL] = kernel_of(case)
+        if not cluster.shared:
+            calls[WIRE] = lambda: cluster.exchange(case.sent(comm.size))
+        row = bench.row_of(str(case), bench.times(calls, monitor=cluster.monitor), absent=absent, errors=errors)
     return replace(
         row,
         base=row.best(UNFUSED),
-        limits=limits,
-        figures=figures(row, best, has_targets=not cluster.shared),
-        absent=absent,
-        errors=errors,
-        progress=f"{progress(comm)}; slices of mpi4py: a helper that polls; {cluster.turns()}",
+        limits={"T_c": row.median(KERNEL)} | ({} if cluster.shared else {"wire": row.median(WIRE)}),
+        figures=figures(bench, row, row.best(FUSED)),
+        progress=progress_of(bench),
     )
 
 
-def figures(row: Row, best: str, has_targets: bool) -> list[Figure]:
+def progress_of(bench: Bench) -> str:
+    """How the messages of a row progressed, and how often others disturbed it, in words."""
+    return f"{bench.progress}; slices of mpi4py: a helper that polls; {bench.cluster.turns()}"
+
+
+def figures(bench: Bench, row: Row, best: str) -> list[Figure]:
     """The best schedule of fompi against the best of each kind of rival. Targets apply only if there is a wire."""
-    unfused = row.best(UNFUSED)
-    sliced = row.best(name for name in row.samples if name.startswith((NATIVE, PAIRWISE)))
-    other, whole = row.best(others(row)), row.best(name for name in others(row) if not is_sliced(name))
-    slower = row.ratio(best, unfused)
-    assert slower.interval is not None
-    t_c, t_m = row.median(KERNEL), row.median(WIRE) if has_targets else 0.0
+    others = [name for name in row.samples if name.startswith((BLOCKING, PAIRWISE, "gloo", "JAX", "mpi4jax"))]
+    whole = [name for name in others if not name.startswith("gloo, ")]  # we did not slice their asynchronous calls
+    sliced = [name for name in row.samples if name.endswith((" slices, native", " slices, P2P"))]
+    unfused, balance = row.best(UNFUSED), balance_of(row)
     compared = [
-        row.ratio(unfused, best, limit=(t_c + t_m) / max(t_c, t_m) if has_targets else None),
-        Figure(f"low end of {slower.name}", slower.interval.low, most=MOST_SLOWER if has_targets else None),
-        row.ratio(sliced, best, least=LEAST_SLICED_CASE if has_targets else None),
-        row.ratio(other, best),
-        row.ratio(whole, best),
+        row.ratio(unfused, best, limit=None if balance is None else (1 + balance) / max(1, balance)),
+        low_end(row.ratio(best, unfused), most=bench.asked(MOST_SLOWER)),
+        row.ratio(row.best(sliced), best, least=bench.asked(LEAST_SLICED_CASE)),
+        row.ratio(row.best(others), best),
+        row.ratio(row.best(whole), best),
     ]
-    if has_targets:
-        compared.append(Figure("T_m / T_c", row.median(WIRE) / row.median(KERNEL)))
-    return compared
+    return compared if balance is None else [*compared, Figure("T_m / T_c", balance)]
 
 
-def others(row: Row) -> list[str]:
-    """Peers that fompi did not write."""
-    return [name for name in row.samples if name.startswith(("mpi4py", "gloo", "JAX", "mpi4jax"))]
+def balance_of(row: Row) -> float | None:
+    """T_m / T_c. None if there is no wire."""
+    return row.median(WIRE) / row.median(KERNEL) if WIRE in row.samples else None
 
 
-def is_sliced(name: str) -> bool:
-    """True if we sliced the peer's asynchronous calls, so that they overlap."""
-    return name.startswith("gloo, ")
+def low_end(slower: Figure, most: float | None) -> Figure:
+    """The low end of the interval of a ratio that shall not be much above 1."""
+    assert slower.interval is not None
+    return Figure(f"low end of {slower.name}", slower.interval.low, most=most)
 
 
-def summary(measured_rows: Sequence[Row], cluster: TcpHosts) -> Row:
+def summary(bench: Bench, measured_rows: Sequence[Row]) -> Row:
     """Geometric means: for slices over all rows, for other peers over the balanced rows."""
-    sliced = [row.figures[2].value for row in measured_rows]
-    balanced = [
-        row.figures
-        for row in measured_rows
-        if cluster.shared or BALANCED[0] <= row.median(WIRE) / row.median(KERNEL) <= BALANCED[1]
-    ]
-    has_targets = not cluster.shared
-    least = LEAST_SLICED if has_targets else None
-    means = [Figure("best slices / fompi, geometric mean", geometric_mean(sliced), least=least)]
+    balanced = [row for row in measured_rows if BALANCED[0] <= (balance_of(row) or 1.0) <= BALANCED[1]]
+    words = f"geometric mean of {len(balanced)} balanced rows"
+    kinds = [("best slices / fompi, geometric mean", 2, measured_rows, LEAST_SLICED)]
     if balanced:
-        rows = f"geometric mean of {len(balanced)} balanced rows"
-        least = LEAST_OTHERS if has_targets else None
-        for kind, name in ((3, "best other peer, gloo in slices too"), (4, "best other peer as it comes")):
-            value = geometric_mean(figures[kind].value for figures in balanced)
-            means.append(Figure(f"{name} / fompi, {rows}", value, least=least))
-    return Row("all rows", str(cluster), figures=means)
+        kinds.append((f"best other peer, gloo in slices too / fompi, {words}", 3, balanced, LEAST_OTHERS))
+        kinds.append((f"best other peer as it comes / fompi, {words}", 4, balanced, LEAST_OTHERS))
+    means = [
+        Figure(name, geometric_mean(row.figures[kind].value for row in rows), least=bench.asked(least))
+        for name, kind, rows, least in kinds
+    ]
+    return Row("all rows", str(bench.cluster), figures=means)

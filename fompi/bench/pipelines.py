@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
@@ -10,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.emulated import Emulated
-from fompi.bench.accelerator import INSTANT, PILOT_ROUNDS, emulated_row
-from fompi.bench.cluster import TcpHosts
-from fompi.engine.communicator import Communicator
+from fompi.bench.accelerator import INSTANT, MARK, PILOT_ROUNDS
+from fompi.bench.measure import Bench
 from fompi.model.pipeline import has_chunks, predicted
 from fompi.parallel.pipeline import SCHEDULES, Pipeline
-from fompi.tuning.rounds import Figure, Row, alternate, of_all_ranks
+from fompi.tuning.rounds import Figure, Row, of_all_ranks
 
 Array = np.ndarray[Any, Any]
 
@@ -49,17 +47,15 @@ def chunks_of(schedule: str) -> int:
     return 1 if schedule != "interleaved" and has_chunks(schedule, 1) else CHUNKS
 
 
-def pipelines(comm: Communicator, cluster: TcpHosts, rounds: int) -> Row:
+def pipelines(bench: Bench) -> Row:
     """All schedules of a pipeline, each with what its formula says. The time is that of the busiest rank's kernels."""
-    mpi, size = comm.link.comm, comm.size
+    comm, cluster = bench.comm, bench.cluster
     spans: dict[str, list[float]] = {name: [] for name in SCHEDULES}
     inputs = [np.zeros(ACTIVATION, np.float32)] * MICROBATCHES
     seconds = {name: {kind: s / chunks_of(name) for kind, s in STAGE_SECONDS.items()} for name in SCHEDULES}
-    pipes = {}
-    for name in SCHEDULES:
-        chunks = chunks_of(name)  # each has 1 / chunks of the work
-        pipes[name] = Pipeline(
-            [_Stage(ACTIVATION[1]) for _ in range(chunks)],
+    pipes = {
+        name: Pipeline(
+            [_Stage(ACTIVATION[1]) for _ in range(chunks_of(name))],  # each has a part of the work
             comm=comm,
             microbatches=MICROBATCHES,
             schedule=name,
@@ -68,24 +64,22 @@ def pipelines(comm: Communicator, cluster: TcpHosts, rounds: int) -> Row:
             seconds=seconds[name],
             backend=Emulated(INSTANT),
         )
+        for name in SCHEDULES
+    }
 
     def note(name: str, _: object) -> None:
         kernels = [e for e in pipes[name].trace.events if e.is_compute and e.rank == comm.rank]
         span = np.array([max(e.end for e in kernels) - min(e.start for e in kernels)])
-        spans[name].append(float(of_all_ranks(mpi, span).max()))
+        spans[name].append(float(of_all_ranks(bench.mpi, span).max()))
 
-    def hop() -> None:
-        cluster.exchange(int(np.prod(ACTIVATION)) * 4)
-
-    calls: dict[str, Callable[[], object]] = {name: partial(pipe.step, inputs, inputs) for name, pipe in pipes.items()}
-    alternate(mpi, calls, rounds, idle=cluster.idle, after=note)
-    c = 0.0 if cluster.shared else median(alternate(mpi, {"hop": hop}, PILOT_ROUNDS, idle=cluster.idle)["hop"])
-    samples = {name: spans[name][-rounds:] for name in SCHEDULES}
-    figures, formula = [], {}
+    bench.times({name: partial(pipe.step, inputs, inputs) for name, pipe in pipes.items()}, after=note)
+    hop = {"hop": partial(cluster.exchange, int(np.prod(ACTIVATION)) * 4)}
+    c = 0.0 if cluster.shared else median(bench.times(hop, PILOT_ROUNDS)["hop"])
+    samples = {name: each[-bench.options.rounds :] for name, each in spans.items()}
+    formula = {name: predicted(name, comm.size, MICROBATCHES, chunks_of(name), seconds[name], c) for name in SCHEDULES}
+    figures, most = [], bench.asked(MOST_BEYOND_FORMULA)
     for name, pipe in pipes.items():
-        formula[name] = predicted(name, size, MICROBATCHES, chunks_of(name), seconds[name], c)
-        most = None if cluster.shared else MOST_BEYOND_FORMULA
         figures.append(Figure(f"{name}: time / formula", median(samples[name]) / formula[name], most=most, limit=1.0))
         pipe.close()
-    what = f"pipeline, {size} stages, {MICROBATCHES} micro-batches, a message {1e3 * c:.1f} ms"
-    return emulated_row(comm, cluster, what, samples, predicted=formula, figures=figures)
+    what = f"pipeline, {comm.size} stages, {MICROBATCHES} micro-batches, a message {1e3 * c:.1f} ms"
+    return bench.row_of(what, samples, predicted=formula, figures=figures, marks=[MARK])

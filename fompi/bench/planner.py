@@ -19,21 +19,19 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 import fompi
-from fompi.bench.cluster import TcpHosts
-from fompi.bench.collectives import MIB, problem_of, progress, specs
-from fompi.bench.fused import KERNEL
-from fompi.bench.options import Options
-from fompi.bench.peers import KS, M, PeerCase, kernel_of
+from fompi.bench.collectives import problem_of
+from fompi.bench.measure import MIB, Bench, specs
+from fompi.bench.peers import KERNEL, PeerCase, cases, kernel_of
 from fompi.bench.rivals.rival import OPERATIONS
 from fompi.model.fit import product_seconds, slowed
 from fompi.model.lower_bound import lower_bound
@@ -43,18 +41,7 @@ from fompi.planner.candidates import UNFUSED, Candidate
 from fompi.planner.explain import Explanation
 from fompi.runtime.report import percentile
 from fompi.tuning.calibrate import calibrate, slowdown
-from fompi.tuning.rounds import (
-    Contestant,
-    Figure,
-    Row,
-    alternate,
-    best_of,
-    calls_of,
-    checked,
-    median_interval,
-    over_best,
-    relative_error,
-)
+from fompi.tuning.rounds import Figure, Row, best_of, median_interval, over_best
 
 RANDOM_SHAPES, QUICK_SHAPES, SEED = 100, 2, 2026
 
@@ -84,15 +71,14 @@ LEAST_OVER_BLIND, OF_BOUND_GROUPS, OF_BOUND_SLOW = 1.3, 1 / 1.08, 1 / 1.05
 """Targets: the best blind schedule / the chosen plan; bound / time between groups, and with a slow host."""
 
 
-def rows(comm: Any, options: Options) -> list[Row]:
-    machine = Machine.load("laptop") if options.quick else calibrate(comm)
+def rows(bench: Bench) -> list[Row]:
+    machine = Machine.load("laptop") if bench.quick else calibrate(bench.comm)
     description = _described(machine)
-    with TcpHosts(comm.link.comm, options.quick) as cluster:
-        if machine.levels or machine.rates:
-            return [description, *_collectives(comm, cluster, machine, options)]
-        shapes = options.progress.each([*_shapes(options, comm.size)])
-        measured = [_measured(comm, cluster, machine, case, options.rounds) for case in shapes]
-    return [description, *(row for both in measured for row in both), _summary(measured, cluster)]
+    if machine.levels or machine.rates:
+        makers = {operation: partial(_collective, machine=machine, operation=operation) for operation in COLLECTIVES}
+        return [description, *bench.rows(makers)]
+    measured = [_measured(bench, machine, case) for case in bench.each([*_shapes(bench.quick, bench.comm.size)])]
+    return [description, *(row for both in measured for row in both), _summary(bench, measured)]
 
 
 def _described(machine: Machine) -> Row:
@@ -113,12 +99,12 @@ def _described(machine: Machine) -> Row:
 # ----------------------------------------------------------------------------------------------- fused operations
 
 
-def _shapes(options: Options, size: int) -> Iterator[PeerCase]:
+def _shapes(quick: bool, size: int) -> Iterator[PeerCase]:
     """The grid of the suite `fused`, then random shapes."""
     generator = random.Random(SEED)
-    if not options.quick:
-        yield from (PeerCase(operation, M, M, k) for operation in OPERATIONS for k in KS)
-    count, part = (QUICK_SHAPES, 4) if options.quick else (RANDOM_SHAPES, 1)
+    if not quick:
+        yield from cases(quick)
+    count, part = (QUICK_SHAPES, 4) if quick else (RANDOM_SHAPES, 1)
     for i in range(count):
         m = size * generator.randrange(256 // size, 2049 // size)
         n, k = generator.randrange(256, 2049), generator.randrange(128, 3073)
@@ -139,33 +125,30 @@ class _Measured(NamedTuple):
         return (self.final if name in self.final.samples else self.first).median(name)
 
 
-def _measured(comm: Any, cluster: TcpHosts, machine: Machine, case: PeerCase, rounds: int) -> _Measured:
+def _measured(bench: Bench, machine: Machine, case: PeerCase) -> _Measured:
     """Measure the chosen plan, the best others by the model, and those without overlap."""
-    mpi, (x, w) = comm.link.comm, case.operands(comm.rank, comm.size)
-    error = partial(relative_error, reference=case.reference(comm.rank, comm.size))
+    comm, monitor, rounds = bench.comm, bench.cluster.monitor, bench.options.rounds
+    x, w = case.operands(comm.rank, comm.size)
     measure = partial(slowdown, machine, comm)
-    machine = slowed(machine, measure() if cluster.monitor is None else cluster.monitor.measure(measure))
+    machine = slowed(machine, measure() if monitor is None else monitor.measure(measure))
     explained = explained_for(machine, case.operation, comm.size, x, w)
     best_first = [(one.candidate, one.seconds) for one in explained.judged if one.proof is not None]
     walked = {c: seconds for i, (c, seconds) in enumerate(best_first) if i < MOST_RIVALS or c in UNFUSED}
-    times = partial(alternate, mpi, warmup=1, idle=cluster.idle, monitor=cluster.monitor)  # each ran once in `checked`
+    times = partial(bench.times, warmup=1, monitor=monitor)  # each ran once in `checked`
     with ExitStack() as held:
-        contestants = {}
-        for candidate in walked:
-            step = held.enter_context(fompi.bind(explained.plan_of(candidate), comm=comm, x=x, w=w))
-            contestants[str(candidate)] = Contestant(step, error)
-        errors = checked(mpi, contestants)
-        calls = calls_of(contestants)
+        calls = {str(each): bench.bound(held, explained.plan_of(each), x=x, w=w) for each in walked}
+        errors = bench.checked(calls, case.reference(comm.rank, comm.size))
         calls[KERNEL] = kernel_of(case)
         chosen = str(explained.winner.candidate)
-        first = Row(f"{case}, first rounds", str(cluster), times(calls, max(1, rounds // 2)), chosen, errors=errors)
+        samples = times(calls, max(1, rounds // 2))
+        first = bench.row_of(f"{case}, first rounds", samples, base=chosen, errors=errors)
         finalists = {name: calls[name] for name in _finalists(first)}
-        final = Row(str(case), str(cluster), times(finalists, 2 * rounds), chosen)
-    now = slowed(machine, first.median(KERNEL) / _kernel_seconds(machine, case))
+        final = Row(str(case), str(bench.cluster), times(finalists, 2 * rounds), chosen)
+    now = slowed(machine, first.median(KERNEL) / product_seconds(machine, *case.product))
     seconds = {str(candidate): seconds for candidate, seconds in walked.items()}
     at_kernels = {str(candidate): predict(explained.plan_of(candidate), now) for candidate in walked}
     limits = {"T_c": first.median(KERNEL), "bound": explained.lower_bound.seconds}
-    words = f"{progress(comm)}; {cluster.turns()}"
+    words = f"{bench.progress}; {bench.cluster.turns()}"
     measured = _Measured(
         replace(first, limits=limits, predicted=seconds, progress=words),
         replace(final, predicted={name: seconds[name] for name in final.samples}),
@@ -180,12 +163,6 @@ def _finalists(first: Row) -> list[str]:
     near = [name for name in plans if first.median(name) <= NEAR * first.median(first.base)]
     unfused = first.best(str(c) for c in UNFUSED)
     return list(dict.fromkeys([first.base, *near[:FINALISTS], *(name for name in near if name == unfused)]))
-
-
-def _kernel_seconds(machine: Machine, case: PeerCase) -> float:
-    """The model's time of the whole product."""
-    inner, outer = (case.n, case.k) if case.operation == "all_gather_matmul" else (case.k, case.n)
-    return product_seconds(machine, case.m, inner, outer)
 
 
 def _compared(measured: _Measured, at_kernels: Mapping[str, float]) -> list[Figure]:
@@ -214,39 +191,34 @@ def _compared(measured: _Measured, at_kernels: Mapping[str, float]) -> list[Figu
     ]
 
 
-def _summary(measured: list[_Measured], cluster: TcpHosts) -> Row:
+def _summary(bench: Bench, measured: list[_Measured]) -> Row:
     def share(kind: int, least: float = 0.0) -> float:
         return sum(least <= final.figures[kind].value <= NEAR_BEST for _, final in measured) / len(measured)
 
-    has_targets = not cluster.shared
-    figures = []
+    def errors(words: str, deviations: Sequence[float], targets: Sequence[float] = ()) -> Iterator[Figure]:
+        most = [*map(bench.asked, targets), None, None]
+        yield Figure(f"median error of the prediction, {words}", median(deviations), most=most[0])
+        yield Figure(f"95th percentile of that error, {words}", percentile(deviations, 0.95), most=most[1])
+
+    figures: list[Figure] = []
     for kind, name in enumerate(("chosen plan", "chosen plan, at kernel speed", "unfused", "unfused, at kernel speed")):
-        limits = (MOST_MEDIAN_ERROR, MOST_ERROR) if has_targets and kind == 0 else (None, None)
         deviations = [abs(final.figures[kind].value - 1) for _, final in measured]
-        figures.append(Figure(f"median error of the prediction, {name}", median(deviations), most=limits[0]))
-        figures.append(Figure(f"95th percentile of that error, {name}", percentile(deviations, 0.95), most=limits[1]))
+        figures += errors(name, deviations, () if kind else (MOST_MEDIAN_ERROR, MOST_ERROR))
     every = [
         abs(seconds / both.median(name) - 1) for both in measured for name, seconds in both.first.predicted.items()
     ]
+    worst = max(final.figures[7].value for _, final in measured)
     figures += [
-        Figure("median error of the prediction, all plans that ran", median(every)),
-        Figure("95th percentile of that error, all plans that ran", percentile(every, 0.95)),
-        Figure("share of shapes within 2 % of the best", share(4), least=LEAST_NEAR if has_targets else None),
+        *errors("all plans that ran", every),
+        Figure("share of shapes within 2 % of the best", share(4), least=bench.asked(LEAST_NEAR)),
         Figure("the same for the plan that one half of the rounds picks, in the other half", share(5)),
         Figure("share of shapes within 2 % of itself, in other rounds", share(6, 1 / NEAR_BEST)),
+        Figure("worst low end of chosen / unfused", worst, most=bench.asked(MOST_SLOWER)),
     ]
-    worst = max(final.figures[7].value for _, final in measured)
-    figures.append(Figure("worst low end of chosen / unfused", worst, most=MOST_SLOWER if has_targets else None))
-    return Row(f"all {len(measured)} shapes", str(cluster), figures=figures)
+    return Row(f"all {len(measured)} shapes", str(bench.cluster), figures=figures)
 
 
 # ---------------------------------------------------------------------------------------------- unequal links
-
-
-def _collectives(comm: Any, cluster: TcpHosts, machine: Machine, options: Options) -> list[Row]:
-    total = QUICK_TOTAL if options.quick else TOTAL
-    operations = options.progress.each(COLLECTIVES)
-    return [_collective(comm, cluster, machine, operation, total, options.rounds) for operation in operations]
 
 
 def shaped(machine: Machine, size: int) -> Machine:
@@ -265,34 +237,24 @@ def shaped(machine: Machine, size: int) -> Machine:
     return replace(machine, bandwidth=max(rates), curve=(), levels=levels, rates=shares)
 
 
-def _collective(comm: Any, cluster: TcpHosts, machine: Machine, operation: str, total: int, rounds: int) -> Row:
-    size = comm.size
-    x, reference = problem_of(operation, total, comm.rank, size)
-    error = partial(relative_error, reference=reference)
+def _collective(bench: Bench, machine: Machine, operation: str) -> Row:
+    size, total = bench.comm.size, QUICK_TOTAL if bench.quick else TOTAL
+    x, reference = problem_of(operation, total, bench.comm.rank, size)
     explained = explained_for(machine, operation, size, x)
     chosen = explained.winner.candidate
     rivals = [Candidate(name, slices) for name in BLIND for slices in (1, 4)]
     rivals += [Candidate("direct", 1, 1), Candidate("direct", 4, 1), Candidate("unfused")]
     with ExitStack() as held:
-        contestants: dict[str, Contestant] = {}
-        for candidate in dict.fromkeys([chosen, *rivals]):
-            step = held.enter_context(fompi.bind(explained.plan_of(candidate), comm=comm, x=x))
-            contestants[str(candidate)] = Contestant(step, error)
-        errors = checked(comm.link.comm, contestants)
-        calls = calls_of(contestants)
-        samples = alternate(comm.link.comm, calls, rounds, idle=cluster.idle)
-    row = Row(f"{operation} of {total // MIB} MiB", str(cluster), samples, str(chosen), errors=errors)
+        calls = {str(each): bench.bound(held, explained.plan_of(each), x=x) for each in (chosen, *rivals)}
+        errors = bench.checked(calls, reference)
+        row = bench.row(f"{operation} of {total // MIB} MiB", calls, base=str(chosen), errors=errors)
     blind = row.best(str(c) for c in rivals if c.schedule != "unfused")
     least_time = lower_bound(explained.problem, explained.sizes, shaped(machine, size))
     least = OF_BOUND_GROUPS if machine.levels else OF_BOUND_SLOW
-    return replace(
-        row,
-        limits={"bound": least_time.seconds},
-        figures=[
-            Figure("bound / time", least_time.seconds / row.median(str(chosen)), least=least, limit=1.0),
-            row.ratio(blind, str(chosen), least=LEAST_OVER_BLIND if machine.levels else None),
-            Figure("predicted / measured", explained.winner.seconds / row.median(str(chosen))),
-        ],
-        marks=[f"bound: {least_time.what}"],
-        progress=progress(comm),
-    )
+    figures = [
+        Figure("bound / time", least_time.seconds / row.median(str(chosen)), least=least, limit=1.0),
+        row.ratio(blind, str(chosen), least=LEAST_OVER_BLIND if machine.levels else None),
+        Figure("predicted / measured", explained.winner.seconds / row.median(str(chosen))),
+    ]
+    marks = [f"bound: {least_time.what}"]
+    return replace(row, limits={"bound": least_time.seconds}, figures=figures, marks=marks)

@@ -2,34 +2,30 @@
 
 | row                         | what it is                                                                            |
 |-----------------------------|---------------------------------------------------------------------------------------|
-| `all_reduce 16 MiB`         | the sum with each wire, compared with that of float32 as it is                        |
+| `all_reduce 16 MiB`         | the sum with each wire, beside that of float32 as it is                               |
 | `matmul_reduce_scatter`     | a product whose messages take twice as long as it does, with each wire                |
 | `DDP, int8`                 | a step of the GPT of `bench train` with `fompi.torch.wire("int8")`, beside gloo as it |
 |                             | is and with torch's `fp16_compress_hook`                                              |
-| `encode`, `decode_add`      | the kernels of int8 on 16 MiB of float32, compared with a copy                        |
-| `tensor`, `experts`, ...    | steps of the strategies (`fompi.bench.smaller_strategies`)                            |
+| `encode`, `decode_add`      | the kernels of int8 on 16 MiB of float32, beside a copy                               |
+| `tensor`, `experts`, ...    | steps of the strategies (`fompi.bench.strategies`)                                    |
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from importlib.util import find_spec
 
 import numpy as np
 
 import fompi
 from fompi.backends.numpy import Numpy
 from fompi.base.wires import WIRES
-from fompi.bench import smaller_strategies
-from fompi.bench.cluster import TcpHosts
-from fompi.bench.collectives import progress
-from fompi.bench.options import Options
-from fompi.bench.rivals.gloo import Gloo
-from fompi.bench.train import FULL, QUICK, data_parallel
-from fompi.engine.communicator import Communicator
-from fompi.tuning.rounds import Figure, Row, alternate, median_figure
+from fompi.bench import strategies
+from fompi.bench.measure import Bench, Call, Calls
+from fompi.bench.strategies import Dimensions, StrategySetting
+from fompi.tuning.rounds import Row, median_figure
 
 PLAIN = "float32"
 
@@ -38,7 +34,7 @@ SHOWN = ("bfloat16", "int8", "int4")
 LEAST_SUM, LEAST_OVER_BFLOAT16, LEAST_PRODUCT, LEAST_STEP, LEAST_OVER_HOOK = 3.3, 1.7, 1.8, 1.6, 1.15
 MOST_SECONDS = 8e-3
 """Asked for between hosts: float32 / int8 and bfloat16 / int8 of a sum, float32 / int8 of a product, gloo and gloo with
-its hook / int8 of a step. A kernel takes at most MOST_SECONDS for 16 MiB, which is 2 GB/s.
+its hook / int8 of a step. A kernel takes at most so long for 16 MiB, which is 2 GB/s.
 """
 
 COUNT, QUICK_COUNT = 4 << 20, 4096
@@ -47,111 +43,117 @@ PRODUCT, QUICK_PRODUCT = (2048, 1024), (64, 32)
 """The rows and columns of the product. How long its rows are is found out here."""
 
 TIMES_LONGER = 2.0
-"""The rows are chosen so that messages take this many times as long as the product."""
+"""So much longer than the product its messages shall take."""
 
 
-def rows(comm: Communicator, options: Options) -> list[Row]:
-    makers: dict[str, Callable[..., Row]] = {
-        "all_reduce 16 MiB": _sum,
-        "matmul_reduce_scatter": _product,
-        "DDP, int8": _step,
-        "encode": partial(_kernel, "encode_int8"),
-        "decode_add": partial(_kernel, "decode_add_int8"),
-        **dict.fromkeys(smaller_strategies.NAMES, _strategy),
-    }
-    with TcpHosts(comm.link.comm, options.quick) as cluster:
-        return [makers[name](name, comm, cluster, options) for name in options.each([*makers])]
+DIMENSIONS = Dimensions(1024, 1024, 128, 1024, 8, 64, 1024, 128, 256, 512)
+QUICK_DIMENSIONS = Dimensions(64, 64, 128, 64, 8, 64, 64, 128, 16, 32)
+
+STRATEGIES: strategies.Makers = {
+    "tensor": strategies.tensor_parallel_block,
+    "ring attention": strategies.ring,
+    "experts": strategies.mixture_of_experts,
+    "pipeline": strategies.pipeline,
+    "ZeRO": strategies.zero_1,
+}
+"""They run forward and backward: a pipeline and ZeRO a step."""
 
 
-Calls = dict[str, Callable[[], object]]
+def rows(bench: Bench) -> list[Row]:
+    return bench.rows(
+        {
+            "all_reduce 16 MiB": _sum,
+            "matmul_reduce_scatter": _product,
+            "DDP, int8": _step,
+            "encode": partial(_kernel, "encode_int8"),
+            "decode_add": partial(_kernel, "decode_add_int8"),
+            **{name: partial(_strategy, name) for name in STRATEGIES},
+        }
+    )
 
 
-def _compared(
-    name: str, comm: Communicator, cluster: TcpHosts, options: Options, calls: Calls, **targets: float
-) -> Row:
+def _compared(bench: Bench, name: str, calls: Calls, **targets: float) -> Row:
     """A row of one call with each wire."""
-    samples = alternate(comm.link.comm, calls, options.rounds, idle=cluster.idle)
-    row = Row(name, str(cluster), samples, base="int8", progress=progress(comm))
-    wanted: dict[str, float] = {} if cluster.shared else targets
-    figures = [row.ratio(slow, "int8", least=wanted.get(slow)) for slow in (PLAIN, "bfloat16")]
-    return Row(**{**vars(row), "figures": figures})
+    row = bench.row(name, calls, base="int8")
+    wanted = {} if bench.cluster.shared else targets
+    slower = [each for each in calls if each not in ("int8", "int4")]
+    return replace(row, figures=[row.ratio(each, "int8", least=wanted.get(each)) for each in slower])
 
 
-def _sum(name: str, comm: Communicator, cluster: TcpHosts, options: Options) -> Row:
-    x = np.random.default_rng(comm.rank).standard_normal(QUICK_COUNT if options.quick else COUNT, np.float32)
-    calls: Calls = {wire or PLAIN: partial(fompi.all_reduce, x, wire=wire, comm=comm) for wire in (None, *SHOWN)}
+def _with_wires(call: Callable[..., object]) -> Calls:
+    return {wire or PLAIN: partial(call, wire=wire) for wire in (None, *SHOWN)}
+
+
+def _sum(bench: Bench) -> Row:
+    x = np.random.default_rng(bench.comm.rank).standard_normal(QUICK_COUNT if bench.quick else COUNT, np.float32)
     targets = {PLAIN: LEAST_SUM, "bfloat16": LEAST_OVER_BFLOAT16}
-    return _compared(name, comm, cluster, options, calls, **targets)
+    return _compared(bench, "all_reduce 16 MiB", _with_wires(partial(fompi.all_reduce, x, comm=bench.comm)), **targets)
 
 
-def _product(name: str, comm: Communicator, cluster: TcpHosts, options: Options) -> Row:
-    m, n = QUICK_PRODUCT if options.quick else PRODUCT
-    draw = np.random.default_rng(comm.rank)
-    inner = _inner(comm, cluster, options, m, n)
+def _product(bench: Bench) -> Row:
+    m, n = QUICK_PRODUCT if bench.quick else PRODUCT
+    draw, inner = np.random.default_rng(bench.comm.rank), _inner(bench, m, n)
     x, w = (draw.standard_normal(shape, np.float32) for shape in ((m, inner), (inner, n)))
-    calls: Calls = {
-        wire or PLAIN: partial(fompi.matmul_reduce_scatter, x, w, wire=wire, comm=comm) for wire in (None, *SHOWN)
-    }
-    row = _compared(name, comm, cluster, options, calls, **{PLAIN: LEAST_PRODUCT})
-    return Row(**{**vars(row), "what": f"{name} {m}x{inner}x{n}"})
+    calls = _with_wires(partial(fompi.matmul_reduce_scatter, x, w, comm=bench.comm))
+    return _compared(bench, f"matmul_reduce_scatter {m}x{inner}x{n}", calls, **{PLAIN: LEAST_PRODUCT})
 
 
-def _inner(comm: Communicator, cluster: TcpHosts, options: Options, m: int, n: int) -> int:
+def _inner(bench: Bench, m: int, n: int) -> int:
     """The length of the rows with which the messages take TIMES_LONGER as long as the product."""
     y = np.zeros((m, n), np.float32)
-    send = {"messages": partial(fompi.reduce_scatter, y, comm=comm)}
-    message = min(alternate(comm.link.comm, send, 5, idle=cluster.idle)["messages"])
-    inner = 64
-    for _ in range(1 if options.quick else 8):
+
+    def fastest(call: Call, **how: float) -> float:
+        return min(bench.times({"call": call}, 5, **how)["call"])
+
+    message, inner = fastest(partial(fompi.reduce_scatter, y, comm=bench.comm)), 64
+    for _ in range(1 if bench.quick else 8):
         x, w = np.ones((m, inner), np.float32), np.ones((inner, n), np.float32)
-        product = min(alternate(comm.link.comm, {"product": partial(np.matmul, x, w, out=y)}, 5)["product"])
-        if abs(message / product / TIMES_LONGER - 1) < 0.05:
+        times = message / fastest(partial(np.matmul, x, w, out=y), idle=0.0) / TIMES_LONGER
+        if abs(times - 1) < 0.05:
             break
-        inner = max(8, int(inner * message / product / TIMES_LONGER))
+        inner = max(8, int(inner * times))
     return inner
 
 
-def _step(name: str, comm: Communicator, cluster: TcpHosts, options: Options) -> Row:
-    try:
-        import torch.distributed as distributed
-    except ImportError:
-        return Row(name, str(cluster), absent={"gloo": "torch is not installed"})
-    from fompi.torch.autoload import register
+def _step(bench: Bench) -> Row:
+    if find_spec("torch") is None:
+        return bench.row_of("DDP, int8", {}, absent={"gloo": "torch is not installed"})
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-    register()
-    size = QUICK if options.quick else FULL
-    with closing(Gloo(comm.link.comm, cluster.rendezvous())):
-        group, ours = distributed.group.WORLD, distributed.new_group(backend="fompi")
-        ways: dict[str, tuple[Any, dict[str, Any]]] = {
-            "gloo": (group, {}), "gloo, fp16": (group, {"half": True}), "int8": (ours, {"wire": "int8"})
-        }  # fmt: skip
-        calls = {way: data_parallel(size, on, comm.rank, comm.size, **how)[0] for way, (on, how) in ways.items()}
-        samples = alternate(comm.link.comm, calls, options.rounds, idle=cluster.idle)
-    row = Row(name, str(cluster), samples, base="int8", progress=f"{progress(comm)}; gloo: threads")
-    least = {} if cluster.shared else {"gloo": LEAST_STEP, "gloo, fp16": LEAST_OVER_HOOK}
-    figures = [row.ratio(slow, "int8", least=least.get(slow)) for slow in ("gloo", "gloo, fp16")]
-    return Row(**{**vars(row), "figures": figures})
+    from fompi.bench.train import FULL, QUICK
+    from fompi.bench.training import beside_torch, data_parallel
+    from fompi.torch.comm_hook import wire
+
+    with beside_torch(bench) as (beside, group):
+        ways = {"gloo": (None, None), "gloo, fp16": (None, fp16_compress_hook), "int8": (group, wire("int8"))}
+        size = QUICK if bench.quick else FULL
+        calls = {way: data_parallel(size.task(bench.comm.rank), *how) for way, how in ways.items()}
+        return _compared(beside, "DDP, int8", calls, **{"gloo": LEAST_STEP, "gloo, fp16": LEAST_OVER_HOOK})
 
 
-def _strategy(name: str, comm: Communicator, cluster: TcpHosts, options: Options) -> Row:
-    wires = (None, "bfloat16", "int8")
-    calls: Calls = {wire or PLAIN: smaller_strategies.step_of(name, comm, wire, options.quick) for wire in wires}
-    return _compared(name, comm, cluster, options, calls)
+def _strategy(name: str, bench: Bench) -> Row:
+    setting = StrategySetting(bench, bench.comm, QUICK_DIMENSIONS if bench.quick else DIMENSIONS)
+    made = {wire or PLAIN: STRATEGIES[name](replace(setting, wire=wire)) for wire in (None, "bfloat16", "int8")}
+    row = _compared(bench, name, {wire: each.both_ways or each.call for wire, each in made.items()})
+    for strategy in made.values():
+        strategy.close()
+    return row
 
 
-def _kernel(kernel: str, name: str, comm: Communicator, cluster: TcpHosts, options: Options) -> Row:
+def _kernel(kernel: str, bench: Bench) -> Row:
     """On rank 0 alone: the others wait."""
-    count = QUICK_COUNT if options.quick else COUNT
+    count = QUICK_COUNT if bench.quick else COUNT
     x, y = np.random.default_rng(0).standard_normal(count, np.float32), np.zeros(count, np.float32)
     m = np.zeros(WIRES["int8"].nbytes(count), np.uint8)
     encode = Numpy().bind("encode_int8", [x], [m], [PLAIN], ["uint8"])
     encode()
     add = Numpy().bind("decode_add_int8", [m, x], [y], ["uint8", PLAIN], [PLAIN])
     calls: Calls = {kernel: encode if kernel == "encode_int8" else add, "copy": partial(np.copyto, y, x)}
-    alone: Calls = {each: call if comm.rank == 0 else _nothing for each, call in calls.items()}
-    samples = alternate(comm.link.comm, alone, options.rounds)
-    figure: Figure = median_figure("16 MiB", samples[kernel], "ms", most=None if options.quick else 1e3 * MOST_SECONDS)
-    return Row(f"{name} of int8", str(cluster), samples, base=kernel, figures=[figure], progress="no messages")
+    alone: Calls = {name: call if bench.comm.rank == 0 else _nothing for name, call in calls.items()}
+    most = None if bench.quick else 1e3 * MOST_SECONDS
+    what = f"{kernel.removesuffix('_int8')} of int8"
+    row = bench.row_of(what, bench.times(alone, idle=0.0), base=kernel, progress="no messages")
+    return replace(row, figures=[median_figure("16 MiB", row.samples[kernel], "ms", most=most)])
 
 
 def _nothing() -> None:

@@ -1,36 +1,37 @@
-"""The strategies that `fompi bench parallel` measures, each with the bound of what must be exposed."""
+"""The strategies that `fompi bench` measures, each with its messages, its kernels, and what must be exposed.
+
+The suites `parallel`, `step` and `smaller` have the same ones: on an emulated accelerator, on a device (`--device`),
+and with smaller messages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fompi.backends.numbers import product
+import fompi
+from fompi.backends.numbers import for_numpy, product
 from fompi.base.layout import split
 from fompi.bench.accelerator import INSTANT, PILOT_ROUNDS, Accelerator
-from fompi.bench.cluster import IDLE_SECONDS
 from fompi.bench.kernels import spend
+from fompi.bench.measure import Bench, Call, repeated
 from fompi.engine.communicator import Communicator
 from fompi.engine.mesh import Mesh
 from fompi.model.flow_shop import Job, makespan
-from fompi.ops.operations import (
-    all_gather,
-    all_to_all,
-    all_to_all_columns_matmul,
-    matmul_all_to_all_columns,
-    reduce_scatter,
-)
+from fompi.parallel.attention import Rule, attend
 from fompi.parallel.data import SGD, DataParallel
+from fompi.parallel.differentiable import Differentiable
 from fompi.parallel.expert import experts_of, moe
+from fompi.parallel.pipeline import Pipeline
 from fompi.parallel.sequence import Sharding, ring_attention, ulysses_attention, usp_attention
 from fompi.parallel.tensor import attention, column_parallel_linear, row_parallel_linear
 from fompi.parallel.turns import interleave
-from fompi.tuning.rounds import Figure, Row, alternate, median_interval
+from fompi.tuning.rounds import Figure, Row, median_interval
 
 Array = np.ndarray[Any, Any]
 
@@ -38,24 +39,133 @@ FOMPI, SERIAL, KERNELS, MESSAGES = "fompi", "serial", "kernels alone", "messages
 """The contestants of a strategy."""
 
 
-@dataclass
-class StrategyCase:
-    """A strategy: `call` runs it once. `bound(T_c, T_m)` are the seconds that must be exposed.
+class Dimensions(NamedTuple):
+    """`rows` of all ranks (of experts: of a rank), `width` and `hidden` features, `tokens` of all ranks, `heads`.
 
-    `ratios` are those of `of`, in words. `t_m_over_t_c` translates such a ratio. `serial` is the call without overlap,
-    if it is not `call` on an accelerator that waits for all messages.
+    Experts have features of their own. ZeRO and pipelines have `batch` rows, and weights of `side` x `side`.
     """
 
-    what: str
-    of: str
-    ratios: Sequence[float]
-    call: Callable[[], object]
+    rows: int
+    width: int
+    hidden: int
+    tokens: int
+    heads: int
+    head_dim: int
+    expert_width: int
+    expert_hidden: int
+    batch: int
+    side: int
+
+
+EMULATED = Dimensions(1024, 2048, 1024, 2048, 8, 64, 512, 1024, 1024, 512)
+GPU = Dimensions(4096, 4096, 4096, 8192, 16, 128, 4096, 4096, 4096, 4096)
+QUICK_GPU = Dimensions(512, 1024, 1024, 2048, 8, 64, 1024, 1024, 512, 1024)
+SOFTWARE = Dimensions(16, 32, 32, 64, 8, 8, 32, 32, 16, 32)
+
+BUCKETS, EXPERTS, CHOSEN, MICROBATCHES, MOST_SLICES = 8, 8, 2, 8, 8
+
+
+@dataclass(frozen=True)
+class StrategySetting:
+    """Where a strategy runs: on these ranks, at these sizes, with this wire (None: messages as they are).
+
+    With an `accelerator` arrays are zeros, and products take their time there.
+    """
+
+    bench: Bench
+    comm: Communicator
+    sizes: Dimensions
+    accelerator: Accelerator | None = None
+    wire: str | None = None
+
+    @property
+    def how(self) -> dict[str, Any]:
+        return {"comm": self.comm, "wire": self.wire}
+
+    def drawn(self, *shape: int, seed: int | None = None) -> Any:
+        """Small random numbers, where tensors are. With a `seed` all ranks have the same."""
+        if self.accelerator is not None:
+            return np.zeros(shape, np.float32)
+        random = np.random.default_rng(self.comm.rank if seed is None else seed)
+        return self.up(random.standard_normal(shape, np.float32) / np.float32(16))
+
+    def up(self, a: Array) -> Any:
+        """This array there, for NumPy's functions."""
+        return for_numpy(self.bench.place.array(a))
+
+    def product(self, x: Any, w: Any) -> Any:
+        return product(x, w) if self.accelerator is None else spend(self.accelerator, product, x, w)
+
+    def qkv(self, tokens: int, heads: int) -> list[Any]:
+        return [self.drawn(tokens, heads, self.sizes.head_dim) for _ in range(3)]
+
+    def on_axes(self, **axes: Any) -> Mesh:
+        """A mesh that computes where these ranks do."""
+        mesh = Mesh(self.comm, **axes)
+        for axis in mesh.values():
+            axis.backend = self.comm.backend
+        return mesh
+
+
+class Layers(NamedTuple):
+    """Differentiable functions, one behind the other: each with its tensors besides the first, and its options."""
+
+    x: Any
+    parts: Sequence[tuple[Differentiable, Sequence[Any], Mapping[str, Any]]]
+
+    def forward(self) -> Any:
+        y = self.x
+        for f, tensors, how in self.parts:
+            y = f(y, *tensors, **how)
+        return y
+
+    def kept(self) -> tuple[Any, list[Any]]:
+        """The result, and what the backward needs."""
+        y, saved = self.x, []
+        for f, tensors, how in self.parts:
+            y, of_backward = f.forward(y, *tensors, **how)
+            saved.append(of_backward)
+        return y, saved
+
+    def backward(self, dy: Any, saved: Sequence[Any]) -> Any:
+        """The gradient of x."""
+        for (f, _, _), of_forward in zip(reversed(self.parts), reversed(saved), strict=True):
+            dy = f.backward(of_forward, dy)[0]
+        return dy
+
+    def both_ways(self) -> Any:
+        """The gradient of x, with the result as that of itself."""
+        return self.backward(*self.kept())
+
+
+Bound = Callable[[float, float], float]
+"""The seconds that must be exposed, of T_c and T_m: the kernels alone, and the messages alone."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A strategy: `call` runs it once, `both_ways` with its backward.
+
+    `messages` is what it moves and `kernels` what it launches, each without the other. On an emulated accelerator both
+    are found by measuring, and the strategy runs at some `ratios` of `of`, in words. `t_m_over_t_c` translates one.
+    `slack` is what may be exposed beyond the bound, as a share of T_m.
+    """
+
+    call: Call
     bound: Bound
+    messages: Call | None = None
+    kernels: Call | None = None
+    both_ways: Call | None = None
+    of: str = "T_m / T_c"
+    ratios: Sequence[float] = (0.5, 1.0)
     t_m_over_t_c: Callable[[float], float] = lambda ratio: ratio
-    serial: Callable[[], object] | None = None
-    close: Callable[[], object] = lambda: None
     slack: float = 0.03
-    """What may be exposed beyond the bound, as a share of T_m."""
+    close: Call = lambda: None
+
+    @classmethod
+    def of_layers(cls, layers: Layers, bound: Bound, **more: Any) -> Strategy:
+        """The forward of these layers."""
+        return cls(layers.forward, bound, both_ways=layers.both_ways, **more)
 
 
 def with_bound(row: Row, bound: Bound, slack: float | None = None) -> Row:
@@ -96,10 +206,6 @@ def round_trip(receive: Sequence[float], compute: Sequence[float], send: Sequenc
         done = max(done, port_in if r else 0.0) + c
         port_out = max(port_out, done) + s if s else port_out
     return max(done, port_out)
-
-
-Bound = Callable[[float, float], float]
-"""The seconds that must be exposed, of T_c and T_m: the kernels alone, and the messages alone."""
 
 
 def zero_1_bound(t_c: float, t_m: float) -> float:
@@ -144,196 +250,153 @@ def experts_bound(size: int) -> Bound:
     return bound
 
 
-# ------------------------------------------------------------------------------------------------------------- cases
-
-BUCKETS, BUCKET_NBYTES = 8, 1 << 20
-UNIT = 1e10
-"""Operations of a forward of one bucket: enough that sums, at this speed, take no time."""
+# -------------------------------------------------------------------------------------------------------- strategies
 
 
-def zero_1(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
-    """ZeRO-1: sums behind the backward (b a bucket), gathers behind the forward (b / 2). g: one sum, and one gather.
-
-    Bound: max over k of (the sums from k on, less the backward after k), and the same of the gathers.
-    """
-    names = [f"w{i}" for i in range(BUCKETS)]
-    gradients = {name: np.ones(BUCKET_NBYTES // 4, np.float32) for name in names}
-    dp = DataParallel(gradients, optimizer=SGD(1e-3), comm=comm, zero=1, bucket_nbytes=BUCKET_NBYTES)
-
-    def step() -> None:
-        for name in names:
-            _ = dp[name]
-            accelerator.spend(UNIT)
-        for name in reversed(names):
-            accelerator.spend(2 * UNIT)
-            dp.ready(name, gradients[name])
-        dp.step()
-
-    accelerator.comms += [dp._sums, dp._gathers]
-    return StrategyCase("ZeRO-1", "g / b", (0.5, 0.9), step, zero_1_bound, lambda r: 4 / 3 * r, close=dp.close)
-
-
-ROWS, WIDTH, FEATURES = 1024, 2048, 1024
-"""Rows of a rank, features that travel, and features of a rank in between."""
-
-
-def tpsp_block(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
+def tensor_parallel_block(s: StrategySetting) -> Strategy:
     """An MLP: gather and product, product and reduce-scatter. Bound of each: T_m - (1 - 1/N) T_c, with whole pieces."""
-    x = np.zeros((ROWS // comm.size, WIDTH), np.float32)
-    w1, w2 = np.zeros((WIDTH, FEATURES), np.float32), np.zeros((FEATURES, WIDTH), np.float32)
+    sizes, rows = s.sizes, s.sizes.rows // s.comm.size
+    x, full = s.drawn(rows, sizes.width), s.drawn(rows * s.comm.size, sizes.width)
+    w1, w2 = s.drawn(sizes.width, sizes.hidden), s.drawn(sizes.hidden, sizes.width)
 
-    def call() -> None:
-        row_parallel_linear(column_parallel_linear(x, w1, comm=comm), w2, comm=comm)
+    def messages() -> None:
+        fompi.all_gather(x, comm=s.comm)
+        fompi.reduce_scatter(full, comm=s.comm)
 
-    def serial() -> None:
-        h = spend(accelerator, product, all_gather(x, comm=comm), w1)
-        reduce_scatter(spend(accelerator, product, h, w2), comm=comm)
+    def kernels() -> None:
+        product(product(full, w1), w2)
 
-    bound = block_bound(comm.size, MOST_SLICES)
-    return StrategyCase("TP+SP block", "T_m / T_c", (0.56, 1.0), call, bound, serial=serial)
-
-
-MOST_SLICES = 8
-HEADS, HEAD_DIM, TOKENS = 8, 64, 2048
+    layers = Layers(x, [(column_parallel_linear, (w1,), s.how), (row_parallel_linear, (w2,), s.how)])
+    bound = block_bound(s.comm.size, MOST_SLICES)
+    return Strategy.of_layers(layers, bound, messages=messages, kernels=kernels, ratios=(0.56, 1.0))
 
 
-def query_split(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
+def query_split(s: StrategySetting) -> Strategy:
     """Attention with tensor parallelism: the reduce-scatter hides behind scores, values and output projection.
 
     Bound: that of the gather with the projections, and max(0, M - (1 - 1/N) (A + O)).
     """
-    size, n = comm.size, HEADS * HEAD_DIM
+    size, tokens, heads = s.comm.size, s.sizes.tokens, s.sizes.heads
+    n = heads * s.sizes.head_dim
     own = n // size
-    x = np.zeros((TOKENS // size, n), np.float32)
-    wq, wk, wv = (np.zeros((n, own), np.float32) for _ in range(3))
-    wo = np.zeros((own, n), np.float32)
-    projections, scores, out = 6.0 * TOKENS * n * own, 4.0 * TOKENS**2 * own, 2.0 * TOKENS * n * own
+    weights = [*(s.drawn(n, own) for _ in range(3)), s.drawn(own, n)]
+    projections, scores, out = 6.0 * tokens * n * own, 4.0 * tokens**2 * own, 2.0 * tokens * n * own
     total = projections + scores + out
-
-    call = partial(attention, x, wq, wk, wv, wo, comm=comm, heads=HEADS, kv_heads=HEADS)
-
-    def serial() -> None:
-        accelerator.spend(0)
-        full = all_gather(x, comm=comm)
-        for w in (wq, wk, wv):
-            spend(accelerator, product, full, w)
-        accelerator.spend(scores)
-        reduce_scatter(spend(accelerator, product, np.zeros((TOKENS, own), np.float32), wo), comm=comm)
 
     def bound(t_c: float, t_m: float) -> float:
         first = t_m / 2 - (1 - 1 / size) * t_c * projections / total
         last = t_m / 2 - (1 - 1 / size) * t_c * (scores + out) / total
         return max(0.0, first) + max(0.0, last)
 
-    return StrategyCase("attention, query split", "T_m / T_c", (0.5,), call, bound, serial=serial)
+    how = {**s.how, "heads": heads, "kv_heads": heads}
+    layers = Layers(s.drawn(tokens // size, n), [(attention, weights, how)])
+    return Strategy.of_layers(layers, bound, ratios=(0.5,))
 
 
-def _qkv(comm: Communicator, tokens: int) -> list[Array]:
-    return [np.zeros((tokens // comm.size, HEADS, HEAD_DIM), np.float32) for _ in range(3)]
+def _ring_layers(s: StrategySetting) -> Layers:
+    tokens = s.sizes.tokens // s.comm.size
+    q, k, v = s.qkv(tokens, s.sizes.heads)
+    return Layers(q, [(ring_attention, (k, v, Sharding(tokens * s.comm.size, ring=s.comm.size)), s.how)])
 
 
-def ring(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
+def ring(s: StrategySetting) -> Strategy:
     """Ring attention, forward: N blocks of keys and values. Bound: (N - 1) (k - a) where a block travels longer."""
-    q, k, v = _qkv(comm, TOKENS)
-    sharding, size = Sharding(TOKENS, ring=comm.size), comm.size
+    size, right, left = s.comm.size, (s.comm.rank + 1) % s.comm.size, (s.comm.rank - 1) % s.comm.size
+    layers = _ring_layers(s)
+    blocks = layers.parts[0][1][:2]
 
-    call = partial(ring_attention, q, k, v, sharding, comm=comm)
-    return StrategyCase(
-        "ring attention", "k / a", (0.5, 1.0, 1.3), call, ring_bound(size), lambda r: r * (size - 1) / size
-    )
+    def messages() -> None:
+        for _ in range(size - 1):
+            for block in blocks:
+                fompi.sendrecv(block, right, left, comm=s.comm)
+
+    kernels = partial(repeated, partial(_attend, layers.x, *blocks), size)
+    share = (size - 1) / size
+    ratios: dict[str, Any] = {"of": "k / a", "ratios": (0.5, 1.0, 1.3), "t_m_over_t_c": lambda r: r * share}
+    return Strategy.of_layers(layers, ring_bound(size), messages=messages, kernels=kernels, **ratios)
 
 
-def ring_backward(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
+def _attend(q: Any, k: Any, v: Any) -> None:
+    """The attention of a rank over keys that it has, as the strategies compute it."""
+    attend(q, k, v, range(q.shape[1]), np.arange(len(q)), np.arange(len(k)), Rule())
+
+
+def ring_backward(s: StrategySetting) -> Strategy:
     """Ring attention, backward: keys and values travel N - 1 times, their gradients N times. k: both, one step.
 
     Bound, with whole blocks: the last gradients travel home behind nothing; before that a step takes the longer of a
     and k. fompi cuts the last ones into parts of the heads, so that less can be exposed.
     """
-    q, k, v = _qkv(comm, TOKENS)
-    sharding, size = Sharding(TOKENS, ring=comm.size), comm.size
-    o, saved = ring_attention.forward(q, k, v, sharding, comm=comm)
+    size, layers = s.comm.size, _ring_layers(s)
 
     def bound(t_c: float, t_m: float) -> float:
         hop, a = t_m / (2 * size - 1), t_c / size
         return received([0.0, hop, *[2 * hop] * (size - 2)], [a] * size) + hop - t_c
 
-    call = partial(ring_attention.backward, saved, o)
-    return StrategyCase(
-        "ring attention, backward", "k / a", (0.5, 1.0, 1.3), call, bound, lambda r: r * (2 * size - 1) / 2 / size
-    )
+    share = (2 * size - 1) / 2 / size
+    call = partial(layers.backward, *layers.kept())
+    return Strategy(call, bound, of="k / a", ratios=(0.5, 1.0, 1.3), t_m_over_t_c=lambda r: r * share)
 
 
-def ulysses(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
+def ulysses(s: StrategySetting) -> Strategy:
     """Ulysses: the attention begins with the tokens that are there; the results of a rank leave once they are complete.
 
     Bound, with all heads of a rank at once: the flow of the N x N pieces of queries and keys through the port in, the
     attention and the port out. fompi cuts the heads into slices, so that less can be exposed.
     """
-    return _ulysses(comm, "Ulysses attention")
+    size = s.comm.size
+    tokens, heads = s.sizes.tokens // size, s.sizes.heads // size * size
+    x, own = s.qkv(tokens, heads), s.qkv(tokens * size, heads // size)
+
+    def messages() -> None:
+        for each in x:
+            fompi.all_to_all(each, split_dim=1, concat_dim=0, comm=s.comm)
+        fompi.all_to_all(own[0], split_dim=0, concat_dim=1, comm=s.comm)
+
+    layers = Layers(x[0], [(ulysses_attention, (*x[1:], Sharding(tokens * size, ulysses=size)), s.how)])
+    return Strategy.of_layers(layers, ulysses_bound(size), messages=messages, kernels=partial(_attend, *own))
 
 
-def ulysses_pairs(comm: Communicator, accelerator: Accelerator) -> StrategyCase | None:
+def ulysses_pairs(s: StrategySetting) -> Strategy:
     """Ulysses in pairs of ranks, all at once. Bound: the same, with N = 2."""
-    if comm.size == 2 or comm.size % 2:
-        return None
-    mesh = _computes_on(accelerator, Mesh(comm, pairs=comm.size // 2, ulysses=2))
-    return replace(_ulysses(mesh["ulysses"], "Ulysses attention, N = 2"), close=mesh.close)
-
-
-def _computes_on(accelerator: Accelerator, mesh: Mesh) -> Mesh:
-    """The mesh, whose axes compute on the accelerator."""
-    accelerator.comms += mesh.values()
-    for axis in mesh.values():
-        axis.backend = accelerator
-    return mesh
-
-
-def _ulysses(comm: Communicator, what: str) -> StrategyCase:
-    q, k, v = _qkv(comm, TOKENS)
-    sharding = Sharding(TOKENS, ulysses=comm.size)
-    call = partial(ulysses_attention, q, k, v, sharding, comm=comm)
-    return StrategyCase(what, "T_m / T_c", (0.5, 1.0), call, ulysses_bound(comm.size))
+    mesh = s.on_axes(pairs=s.comm.size // 2, ulysses=2)
+    return replace(ulysses(replace(s, comm=mesh["ulysses"])), close=mesh.close)
 
 
 DEALT: dict[str, Any] = {"schedule": "direct", "slices": 4}
 """How the projections of Ulysses run here: on four hosts it hides more than whole pieces do."""
 
 
-def ulysses_projections(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
+def ulysses_projections(s: StrategySetting) -> Strategy:
     """The projections around Ulysses: of queries, keys and values before it, and of the results behind it.
 
     Bound of each: T_m - (1 - 1/(N m)) T_c, with m pieces per rank.
     """
-    rows, n = TOKENS // comm.size, HEADS * HEAD_DIM
-    x, own = np.zeros((rows, n), np.float32), np.zeros((TOKENS, split(n, comm.size)[comm.rank]), np.float32)
-    w, wo = np.zeros((n, 3 * n), np.float32), np.zeros((n, n), np.float32)
+    tokens, n, size = s.sizes.tokens, s.sizes.heads * s.sizes.head_dim, s.comm.size
+    x, own = s.drawn(tokens // size, n), s.drawn(tokens, split(n, size)[s.comm.rank])
+    w, wo = s.drawn(n, 3 * n), s.drawn(n, n)
 
     def call() -> None:
-        matmul_all_to_all_columns(x, w, comm=comm, **DEALT)
-        all_to_all_columns_matmul(own, wo, comm=comm, **DEALT)
+        fompi.matmul_all_to_all_columns(x, w, comm=s.comm, **DEALT)
+        fompi.all_to_all_columns_matmul(own, wo, comm=s.comm, **DEALT)
 
-    def serial() -> None:
-        all_to_all(spend(accelerator, product, x, w), split_dim=1, concat_dim=0, comm=comm)
-        spend(accelerator, product, all_to_all(own, split_dim=0, concat_dim=1, comm=comm), wo)
-
-    bound = block_bound(comm.size, DEALT["slices"])
-    return StrategyCase("Ulysses, projections", "T_m / T_c", (0.5, 1.0), call, bound, serial=serial)
+    return Strategy(call, block_bound(size, DEALT["slices"]))
 
 
-def usp(comm: Communicator, accelerator: Accelerator) -> StrategyCase | None:
+def usp(s: StrategySetting) -> Strategy:
     """Ulysses between two ranks, a ring round the others, whose links may be slower.
 
     Bound: the messages of Ulysses, measured alone, and the ring's own bound for the others.
     """
-    if comm.size % 2:
-        return None
-    mesh = _computes_on(accelerator, Mesh(comm, ring=comm.size // 2, ulysses=2))
-    q, k, v = _qkv(comm, TOKENS)
-    around, sharding = comm.size // 2, Sharding(TOKENS, ring=comm.size // 2, ulysses=2)
+    around, tokens, heads = s.comm.size // 2, s.sizes.tokens, s.sizes.heads
+    mesh = s.on_axes(ring=around, ulysses=2)
+    q, k, v = s.qkv(tokens // s.comm.size, heads)
+    sharding = Sharding(tokens, ring=around, ulysses=2)
     call = partial(usp_attention, q, k, v, sharding, ring=mesh["ring"], ulysses=mesh["ulysses"])
-    inner = partial(ulysses_attention, q, k, v, Sharding(TOKENS // around, ulysses=2), comm=mesh["ulysses"])
-    accelerator.use(INSTANT.flops_rate)
-    alone = alternate(comm.link.comm, {"ulysses": inner, "both": call}, PILOT_ROUNDS, idle=IDLE_SECONDS)
+    inner = partial(ulysses_attention, q, k, v, Sharding(tokens // around, ulysses=2), comm=mesh["ulysses"])
+    if s.accelerator is not None:
+        s.accelerator.use(INSTANT.flops_rate)
+    alone = s.bench.times({"ulysses": inner, "both": call}, PILOT_ROUNDS)
     share = min(1.0, median(alone["ulysses"]) / median(alone["both"]))
 
     def bound(t_c: float, t_m: float) -> float:
@@ -341,57 +404,145 @@ def usp(comm: Communicator, accelerator: Accelerator) -> StrategyCase | None:
         step = (t_m - across) / max(around - 1, 1)
         return across + received([0.0, *[step] * (around - 1)], [t_c / around] * around) - t_c
 
-    return StrategyCase(f"USP {around}x2", "T_m / T_c", (0.5,), call, bound, close=mesh.close)
+    return Strategy(call, bound, ratios=(0.5,), close=mesh.close)
 
 
-EXPERTS, HIDDEN, FFN, CHOSEN = 8, 512, 1024, 2
+def _expert_layers(s: StrategySetting, comm: Communicator, count: int) -> Layers:
+    """`count` experts that all have the same work, and those of a rank."""
+    width, hidden, own = s.sizes.expert_width, s.sizes.expert_hidden, len(experts_of(comm.rank, comm.size, count))
+    rows = s.sizes.rows // count * count
+    x, at = np.zeros((rows, width), np.float32), np.arange(rows)
+    x[at, at % count], x[at, (at + 1) % count] = 2.0, 1.0
+    router = s.up(np.eye(width, count, dtype=np.float32))
+    weights = s.drawn(own, width, hidden), s.drawn(own, hidden, width)
+    return Layers(s.up(x), [(moe, (router, *weights), {**s.how, "k": CHOSEN, "comm": comm})])
 
 
-def experts(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
+def mixture_of_experts(s: StrategySetting) -> Strategy:
     """A mixture of experts, evenly used: half of the own rows first, half last, those of other ranks as they arrive.
 
-    Bound: the flow of these pieces through the port in, the experts and the port out.
+    Bound: the flow of these pieces through the port in, the experts and the port out. Alone, a rank computes as many
+    rows with its own experts.
     """
-    call = partial(moe, *_experts(comm), k=CHOSEN, comm=comm)
-    return StrategyCase("mixture of experts", "(Md + Mc) / G", (0.4, 0.6, 0.8, 1.0), call, experts_bound(comm.size))
+    size = s.comm.size
+    layers, alone = _expert_layers(s, s.comm, EXPERTS), s.comm.split(s.comm.rank, 0, "alone")
+    kernels = _expert_layers(s, alone, len(experts_of(s.comm.rank, size, EXPERTS))).forward
+    rows_of_peers = s.drawn(len(layers.x) * CHOSEN // size * size, s.sizes.expert_width)
+    messages = partial(repeated, partial(fompi.all_to_all, rows_of_peers, comm=s.comm), 2)  # to the experts, and back
+    more: dict[str, Any] = {"of": "(Md + Mc) / G", "ratios": (0.4, 0.6, 0.8, 1.0), "close": alone.close}
+    return Strategy.of_layers(layers, experts_bound(size), messages=messages, kernels=kernels, **more)
 
 
-def _experts(comm: Communicator) -> list[Array]:
-    """x, router, w1 and w2. All experts have the same work."""
-    own, at = len(experts_of(comm.rank, comm.size, EXPERTS)), np.arange(ROWS)
-    router, x = np.eye(HIDDEN, EXPERTS, dtype=np.float32), np.zeros((ROWS, HIDDEN), np.float32)
-    x[at, at % EXPERTS], x[at, (at + 1) % EXPERTS] = 2.0, 1.0
-    return [x, router, np.zeros((own, HIDDEN, FFN), np.float32), np.zeros((own, FFN, HIDDEN), np.float32)]
+def experts_side_by_side(s: StrategySetting) -> Strategy:
+    """The same layer: the forward of one micro-batch under the backward of another, which is twice as long.
 
-
-def experts_side_by_side(comm: Communicator, accelerator: Accelerator) -> StrategyCase:
-    """The layer of `experts`: the forward of one micro-batch under the backward of another, which is twice as long.
-
-    Bound: nothing need be exposed while the messages of both, 2 (Md + Mc), take less than the kernels, 3 G.
+    Bound: nothing must be exposed while the messages of both, 2 (Md + Mc), take less than the kernels, 3 G.
     """
-    tensors = _experts(comm)
-    y, saved = moe.forward(*tensors, k=CHOSEN, comm=comm)
+    layers = _expert_layers(s, s.comm, EXPERTS)
+    call = partial(interleave, layers.forward, partial(layers.backward, *layers.kept()))
+    ratios: dict[str, Any] = {"of": "(Md + Mc) / G", "ratios": (0.6, 1.0), "t_m_over_t_c": lambda r: 2 / 3 * r}
+    return Strategy(call, lambda t_c, t_m: max(0.0, t_m - t_c), slack=0.1, **ratios)
+
+
+def zero_1(s: StrategySetting) -> Strategy:
+    """ZeRO-1: sums behind the backward (b a bucket), gathers behind the forward (b / 2). g: one sum, and one gather.
+
+    Bound: max over k of (the sums from k on, less the backward after k), and the same of the gathers.
+    """
+    side = s.sizes.side
+    weights = {f"w{i}": s.drawn(side, side, seed=i) for i in range(BUCKETS)}
+    how = {"zero": 1, "bucket_nbytes": 4 * side**2, "wire_gather": s.wire, **s.how}
+    dp = DataParallel(weights, optimizer=SGD(1e-6), **how)
+    x, gradient, shard = s.drawn(s.sizes.batch, side), s.drawn(side**2), s.drawn(side**2 // s.comm.size)
+
+    def layers(weight: Callable[[str], Any], ready: Callable[[str, Any], object]) -> None:
+        """A forward and a backward of products. The gradient of each is ready at once."""
+        y, kept = x, []
+        for name in weights:
+            w = for_numpy(weight(name))
+            kept.append((name, y, w))
+            y = s.product(y, w)
+        dy = y
+        for name, y, w in reversed(kept):
+            dw = s.product(y.T, dy)
+            dy = s.product(dy, w.T)
+            ready(name, dw)
+
+    def messages() -> None:
+        repeated(partial(fompi.reduce_scatter, gradient, comm=s.comm), BUCKETS)
+        repeated(partial(fompi.all_gather, shard, comm=s.comm), BUCKETS)
 
     def call() -> None:
-        interleave(lambda: moe(*tensors, k=CHOSEN, comm=comm), lambda: moe.backward(saved, y))
+        layers(dp.__getitem__, dp.ready)
+        dp.step()
+
+    kernels = partial(layers, weights.__getitem__, lambda name, dw: None)
+    ratios: dict[str, Any] = {"of": "g / b", "ratios": (0.5, 0.9), "t_m_over_t_c": lambda r: 4 / 3 * r}
+    return Strategy(call, zero_1_bound, messages, kernels, close=dp.close, **ratios)
+
+
+class ProductStage:
+    """A stage: a product. Its backward is two."""
+
+    def __init__(self, w: Any):
+        self.w = w
+
+    def forward(self, x: Any) -> tuple[Any, Any]:
+        return product(x, self.w), x
+
+    def backward(self, saved: Any, dy: Any) -> Any:
+        product(saved.T, dy)
+        return product(dy, self.w.T)
+
+
+def pipeline(s: StrategySetting) -> Strategy:
+    """1F1B with a product in each stage. Bound: the bubble, (N - 1) / micro-batches of the kernels."""
+    count, rank, shape = MICROBATCHES, s.comm.rank, (s.sizes.batch, s.sizes.side)
+    stage, x, dy = ProductStage(s.drawn(s.sizes.side, s.sizes.side)), s.drawn(*shape), s.drawn(*shape)
+    how = {"microbatches": count, "activations": shape, "device": s.bench.place.device, **s.how}
+    pipe = Pipeline([stage], loss=lambda y, target: (0.0, target), **how)
+    before, behind = rank - 1 if rank else None, rank + 1 if rank < s.comm.size - 1 else None
+
+    def messages() -> None:
+        for _ in range(count):
+            fompi.sendrecv(x, behind, before, comm=s.comm)
+            fompi.sendrecv(dy, before, behind, comm=s.comm)
+
+    def kernels() -> None:
+        for _ in range(count):
+            stage.backward(stage.forward(x)[1], dy)
 
     def bound(t_c: float, t_m: float) -> float:
-        return max(0.0, t_m - t_c)
+        return (s.comm.size - 1) / count * t_c
 
-    title = "mixture of experts, forward under backward"
-    return StrategyCase(title, "(Md + Mc) / G", (0.6, 1.0), call, bound, lambda r: 2 / 3 * r, slack=0.1)
+    call = partial(pipe.step, [x] * count if before is None else None, [dy] * count if behind is None else None)
+    return Strategy(call, bound, messages, kernels, close=pipe.close)
 
 
-CASES: tuple[Callable[[Communicator, Accelerator], StrategyCase | None], ...] = (
-    zero_1,
-    tpsp_block,
-    query_split,
-    ring,
-    ring_backward,
-    ulysses,
-    ulysses_pairs,
-    ulysses_projections,
-    usp,
-    experts,
-    experts_side_by_side,
-)
+Makers = Mapping[str, Callable[[StrategySetting], Strategy]]
+
+ON_DEVICE: Makers = {
+    "TP+SP block": tensor_parallel_block,
+    "ring attention": ring,
+    "Ulysses attention": ulysses,
+    "mixture of experts": mixture_of_experts,
+}
+"""The strategies of the suite `parallel` on a device, by name."""
+
+
+def on_accelerator(size: int) -> Makers:
+    """The strategies of so many ranks, by name."""
+    has_pairs = size % 2 == 0
+    return {
+        "ZeRO-1": zero_1,
+        "TP+SP block": tensor_parallel_block,
+        "attention, query split": query_split,
+        "ring attention": ring,
+        "ring attention, backward": ring_backward,
+        "Ulysses attention": ulysses,
+        **({"Ulysses attention, N = 2": ulysses_pairs} if has_pairs and size > 2 else {}),
+        "Ulysses, projections": ulysses_projections,
+        **({f"USP {size // 2}x2": usp} if has_pairs else {}),
+        "mixture of experts": mixture_of_experts,
+        "mixture of experts, forward under backward": experts_side_by_side,
+    }

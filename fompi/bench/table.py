@@ -9,11 +9,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from fompi.base.errors import FompiError
+from fompi.cli import picture
 from fompi.cli.facts import collect
+from fompi.cli.output import check_writable
 from fompi.runtime.report import percentile
 from fompi.tuning.rounds import UNITS, Figure, Row
 
 MS = UNITS["ms"]
+
+PRINTED = "-"
+"""In place of a file's name: print it."""
 
 
 def about(command: str) -> dict[str, Any]:
@@ -39,6 +45,20 @@ def _plain(row: Row) -> dict[str, Any]:
     ]
     plain["reached"] = row.reached
     return plain
+
+
+def refusal(rank: int, rows: str | None, page: str | None = None, plot: str | None = None) -> Exception | None:
+    """What is wrong with the files. It is checked before anything is measured."""
+    try:
+        if plot is not None:
+            picture.check(plot)
+            picture.needs_matplotlib(plot)
+        for name in (rows, page, plot) if rank == 0 else ():
+            if name is not None and name != PRINTED:
+                check_writable(name)
+    except (OSError, FompiError) as error:
+        return error
+    return None
 
 
 # --------------------------------------------------------------------------------------------------------- Markdown

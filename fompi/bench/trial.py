@@ -16,12 +16,12 @@ from typing import Any
 import fompi
 from fompi.base.errors import LaunchError
 from fompi.base.wires import wire_of
-from fompi.bench import fused
+from fompi.bench import fused, table
 from fompi.bench.cluster import TcpHosts
-from fompi.bench.collectives import DEFAULT
-from fompi.bench.peers import PeerCase
+from fompi.bench.measure import DEFAULT, Bench, Options
+from fompi.bench.peers import KERNEL, UNFUSED, cases_of
 from fompi.cli import plan
-from fompi.cli.output import Progress, Table, UsageError, check_writable, is_first_rank, show, show_json
+from fompi.cli.output import Progress, Table, UsageError, is_first_rank, show, show_json
 from fompi.engine.handshake import agree
 from fompi.mpi import launcher, transport
 from fompi.runtime.report import percentile
@@ -95,18 +95,14 @@ def run_shape(shape: Shape, ranks: int, rounds: int, json_file: str | None, wire
         return status
     note_threads()
     with fompi.Communicator() as comm:
-        refusal = None
-        if json_file not in (None, "-") and comm.rank == 0:
-            try:
-                check_writable(json_file)
-            except OSError as error:
-                refusal = error
-        agree(comm, f"try {text}", refusal)
-        mpi = comm.link.comm
-        with Progress.of_rank(comm.rank, f"try {text}") as progress, TcpHosts(mpi, patience=PATIENCE) as cluster:
-            load, rows = OtherLoad(cluster.comm), list[Row]()
-            for case in progress.each(cases(*shape, comm.size)):
-                rows.append(fused.measured(comm, cluster, case, rounds, has_slices=False, wire=wire))
+        agree(comm, f"try {text}", table.refusal(comm.rank, json_file))
+        with (
+            Progress.of_rank(comm.rank, f"try {text}") as progress,
+            TcpHosts(comm.link.comm, patience=PATIENCE) as cluster,
+        ):
+            load, rows, bench = OtherLoad(cluster.comm), list[Row](), Bench(comm, cluster, Options(rounds))
+            for case in progress.each(cases_of(shape, comm.size)):
+                rows.append(fused.measured(bench, case, has_slices=False, wire=wire))
                 if comm.rank == 0 and json_file != "-":
                     progress.erase()
                     show(*Trial.of(shape, comm.size, cluster, rows, wire=wire).news())
@@ -155,22 +151,6 @@ def note_threads() -> None:
     note = launcher.thread_note()
     if note is not None and is_first_rank():
         print(f"fompi: {note}", file=sys.stderr)
-
-
-def cases(m: int, k: int, n: int, size: int) -> list[PeerCase]:
-    """Every fused operation on the global shapes x[m, k] @ w[k, n].
-
-    Sizes are rounded up to multiples of `size`, because the rivals need even shards.
-    """
-    m, k, n = (-(-total // size) * size for total in (m, k, n))
-    return [
-        PeerCase("all_gather_matmul", m, k, n // size),
-        PeerCase("matmul_reduce_scatter", m, n, k // size),
-        PeerCase("matmul_all_reduce", m, n, k // size),
-        PeerCase(
-            "matmul_all_to_all", -(-m // size**2) * size, n, k
-        ),  # each rank has own rows and sends some to each other
-    ]
 
 
 # ----------------------------------------------------------------------------------------------------------- the result
@@ -223,11 +203,11 @@ class Outcome:
     def of(cls, row: Row, circumstance: str, wire: str = "") -> Outcome:
         """From a row of `fused.measured`. `circumstance`: a reason that holds for all operations here, or empty."""
         assert row.base is not None
-        unfused = row.opponent or row.best(fused.UNFUSED)
+        unfused = row.opponent or row.best(UNFUSED)
         gain = row.ratio(unfused, row.base).interval
         assert gain is not None
         verdict = "gain" if gain.low > 1 else "nothing" if gain.high >= 1 else "slower"
-        together, kernel = row.median(unfused), row.median(fused.KERNEL)
+        together, kernel = row.median(unfused), row.median(KERNEL)
         perfect = min(together, max(kernel, together - kernel))
         lines: tuple[Line, ...] = (
             _line(row, f"without overlap ({unfused.removeprefix('unfused, ')})", unfused),

@@ -1,18 +1,19 @@
-"""The row of `fompi bench parallel` with a whole training step as one plan, its simulation and its bounds."""
+"""The row of `fompi bench parallel` with a whole training step as one plan, beside its simulation and its bounds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 from fompi.backends.emulated import Emulated
-from fompi.bench.accelerator import INSTANT, PILOT_ROUNDS, Accelerator, emulated_row
-from fompi.bench.cluster import TcpHosts
+from fompi.bench.accelerator import INSTANT, MARK, PILOT_ROUNDS, Accelerator
+from fompi.bench.measure import Bench
 from fompi.engine.communicator import Communicator
 from fompi.engine.mesh import Mesh
 from fompi.model.pipeline import predicted
@@ -23,7 +24,7 @@ from fompi.parallel.step_plan import KERNELS, plan
 from fompi.parallel.step_problem import LayerForm
 from fompi.plans.plan import Plan
 from fompi.runtime.binding import bind
-from fompi.tuning.rounds import Figure, Row, alternate, ratio
+from fompi.tuning.rounds import Figure, Row, ratio
 
 Array = np.ndarray[Any, Any]
 
@@ -41,56 +42,54 @@ def mesh_of(size: int) -> dict[str, int]:
     return {"dp": dp, "tp": 2, "pp": size // (2 * dp)}
 
 
-def whole_step(comm: Communicator, cluster: TcpHosts, rounds: int) -> Row:
+def whole_step(bench: Bench) -> Row:
     """Parameters sharded over dp (ZeRO-3), attention and MLP over tp, stages over pp, sums and updates in one plan.
 
     Bound: the kernels, the bubble of 1F1B with its messages, the first gather of a stage, and the last sum of one. The
     messages of tp hide behind the kernels. The simulation has the latency and the bandwidth of the links, measured.
     On dp x pp alone the plan is compared with `Pipeline` and `DataParallel`, on kernels that take the same seconds.
     """
-    mesh, mpi = mesh_of(comm.size), comm.link.comm
-    how = {
+    mesh, comm = mesh_of(bench.comm.size), bench.comm
+    how: dict[str, Any] = {
+        "mesh": mesh,
         "microbatches": MICROBATCHES,
         "layers": [LayerForm(PARAMETERS, "attention"), LayerForm(PARAMETERS)] * (LAYERS // 2),
         "shape": SHAPE,
         "seconds": SECONDS,
     }
-    made, other = (plan(schedule, mesh=mesh, **how) for schedule in ("1f1b", "gpipe"))  # type: ignore[arg-type]
-    own = _own(made, comm.rank)
-    kernels, device = dict.fromkeys(KERNELS, _zeros), Emulated(INSTANT)
-    steps = [bind(each, comm=comm, kernels=kernels, backend=device, **own) for each in (made, other)]
-    with on_two_axes(comm, mesh["dp"]) as more:
-        calls = dict(zip((ONE_PLAN, OTHER), steps, strict=True)) | more
-        samples = alternate(mpi, calls, rounds, idle=cluster.idle)
+    made, other = plan("1f1b", **how), plan("gpipe", **how)
+    given: dict[str, Any] = {"kernels": dict.fromkeys(KERNELS, _zeros), "backend": Emulated(INSTANT)}
+    given |= _own(made, comm.rank)
+    with ExitStack() as held, on_two_axes(comm, mesh["dp"]) as more:
+        steps = {ONE_PLAN: bench.bound(held, made, **given), OTHER: bench.bound(held, other, **given)}
+        samples = bench.times(steps | more)
     samples |= {name: [seconds / STEPS for seconds in samples[name]] for name in more}
-    for step in steps:
-        step.close()
-    layers = LAYERS // mesh["pp"]
-    stage = {"F": layers * SECONDS["F"], "B": layers * SECONDS["B"], "I": 0.0, "W": 0.0}
-    kernel_seconds = predicted("1f1b", mesh["pp"], MICROBATCHES, 1, stage) + layers * SECONDS["U"]
-    limits = {"kernels and bubble": kernel_seconds}
+    stage = {kind: LAYERS // mesh["pp"] * SECONDS.get(kind, 0.0) for kind in "FBIW"}
+    updates = LAYERS // mesh["pp"] * SECONDS["U"]
+
+    def formula(message: float = 0.0) -> float:
+        return predicted("1f1b", mesh["pp"], MICROBATCHES, 1, stage, message) + updates
+
+    limits = {"kernels and bubble": formula()}
     figures = [
         Figure("gpipe / 1f1b", median(samples[OTHER]) / median(samples[ONE_PLAN])),
         ratio(f"{COMPOSED} / one plan", samples[COMPOSED], samples[ON_TWO_AXES]),
     ]
-    if not cluster.shared:
-        part, rows = 4 * PARAMETERS // max(mesh["dp"], 1), 4 * SHAPE[0] * SHAPE[1]
-        sizes = {"small": 64, "part": part, "rows": rows}
-        hops = {name: lambda n=n: cluster.exchange(n) for name, n in sizes.items()}
-        seconds = {name: median(taken) for name, taken in alternate(mpi, hops, PILOT_ROUNDS, idle=cluster.idle).items()}
-        bandwidth = (rows - 64) / max(seconds["rows"] - seconds["small"], 1e-9)
+    if not bench.cluster.shared:
+        sizes = {"small": 64, "part": 4 * PARAMETERS // mesh["dp"], "rows": 4 * SHAPE[0] * SHAPE[1]}
+        hops = {name: partial(bench.cluster.exchange, n) for name, n in sizes.items()}
+        seconds = {name: median(taken) for name, taken in bench.times(hops, PILOT_ROUNDS).items()}
+        bandwidth = (sizes["rows"] - sizes["small"]) / max(seconds["rows"] - seconds["small"], 1e-9)
         machine = replace(INSTANT, name="these links", latency=seconds["small"], bandwidth=bandwidth)
-        bound = predicted("1f1b", mesh["pp"], MICROBATCHES, 1, stage, seconds["rows"]) + layers * SECONDS["U"]
-        bound += 2 * seconds["part"] if mesh["dp"] > 1 else 0.0
+        bound = formula(seconds["rows"]) + (2 * seconds["part"] if mesh["dp"] > 1 else 0.0)
         limits |= {"bounds of the parts": bound, "simulated": simulate(made, machine).seconds}
         taken = median(samples[ONE_PLAN])
         figures += [
             Figure("beyond the bounds / step", taken / bound - 1, most=MOST_BEYOND, limit=0.0),
             Figure("time / simulated", taken / limits["simulated"], most=MOST_FROM_SIMULATION, limit=1.0),
         ]
-    name = " x ".join(f"{axis} {n}" for axis, n in mesh.items() if n > 1)
-    what = f"a step as one plan, {name}"
-    return emulated_row(comm, cluster, what, samples, base=ONE_PLAN, limits=limits, figures=figures)
+    what = f"a step as one plan, {' x '.join(f'{axis} {n}' for axis, n in mesh.items() if n > 1)}"
+    return bench.row_of(what, samples, base=ONE_PLAN, limits=limits, figures=figures, marks=[MARK])
 
 
 def _own(made: Plan, rank: int) -> dict[str, Any]:
@@ -139,7 +138,7 @@ class _Layers:
     dp: DataParallel
 
     def __init__(self, gradients: dict[str, Array]):
-        self.device, self.gradients, self.array = Accelerator([]), gradients, np.zeros(SHAPE, np.float32)
+        self.device, self.gradients, self.array = Accelerator(), gradients, np.zeros(SHAPE, np.float32)
         self.device.use(1.0)  # what it spends is seconds
 
     def forward(self, x: Array) -> tuple[Array, None]:

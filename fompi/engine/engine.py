@@ -26,8 +26,10 @@ from fompi.engine.progress import POLLS_PER_WAKE, Helper
 from fompi.engine.tasks import QUIET, Listener, Task, Watch
 from fompi.traces.trace import Interval, between, union
 
-SPINS, YIELDS = 20, 280
+SPINS, YIELDS, NAP_SECONDS = 20, 280, 3e-5
 """A wait polls 20 times without a pause, then 280 times with a yield of the core in between, then with sleeps.
+
+The k-th sleep is of k naps, and at most of 10.
 
 A small message on one host arrives within about 20 polls. More polls would take the core from ranks that share it
 without knowing this, such as the ranks of two containers. Those ranks move messages too.
@@ -335,7 +337,7 @@ class Engine(InFlight):
         if times <= YIELDS:
             os.sched_yield()
             return
-        pause = min(times - YIELDS, 10) * 30e-6
+        pause = min(times - YIELDS, 10) * NAP_SECONDS
         if self._launched:
             with self.lock:  # the helper thread polls kernels, too
                 dues = [queue[0][0].due for queue in self._launched.values()]

@@ -14,6 +14,7 @@ from typing import Any
 from fompi.backends.base import Token
 from fompi.engine.port import Port, Queued
 from fompi.engine.tasks import MessageParts, Sent, Task, Watch
+from fompi.native.numbers import number
 
 EAGER_NBYTES = 4096
 """Every MPI copies a message of up to this many bytes when it is sent. Testing its request right then saves a poll."""
@@ -24,10 +25,11 @@ MOST_PARTS = 64
 CONTROL_POLLS = 64
 """Control messages are rare, so they are received only at every 64th poll."""
 
-FINISHED, GOES_ON, STALLED, FAILED, DISAGREES, HAS_KERNELS = range(6)
-"""The state of a call in C (`enum`s of engine.c). The last: it has kernels for Python, and goes on."""
+STATES = ("FINISHED", "GOES_ON", "STALLED", "FAILED", "DISAGREES", "HAS_KERNELS")
+FINISHED, GOES_ON, STALLED, FAILED, DISAGREES, HAS_KERNELS = map(number, STATES)
+"""The state of a call in C. The last: it has kernels for Python, and goes on."""
 
-MOVED, ENDED, READY = 1, 2, 4
+MOVED, ENDED, READY = map(number, ("MOVED", "HAS_ENDED", "HAS_READY"))
 """What a poll of all calls in C says: it has moved something, some call has ended, some has kernels for Python."""
 
 BLAME_SECONDS = 1.0

@@ -7,6 +7,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from fompi.base.errors import LaunchError
+from fompi.engine.engine import NAP_SECONDS, YIELDS
+from fompi.engine.progress import LINGER_SECONDS, POLLS_PER_MESSAGE, POLLS_PER_WAKE
 from fompi.mpi import environment
 from fompi.mpi.transport import start_mpi
 
@@ -14,6 +16,10 @@ FUNCTIONS = ("MPI_Isend", "MPI_Issend", "MPI_Irecv", "MPI_Test", "MPI_Testsome")
 
 REQUEST_NBYTES = (4, 8)
 """The sizes of MPI_Request that are known: an int of MPICH, a pointer of Open MPI and of the standard ABI."""
+
+
+PACE = (YIELDS, POLLS_PER_WAKE, POLLS_PER_MESSAGE, NAP_SECONDS, LINGER_SECONDS)
+"""How C waits and polls: as the engine of Python does."""
 
 
 class NativeSupport(NamedTuple):
@@ -56,7 +62,7 @@ def _found() -> NativeSupport:
         return NativeSupport(None, f"this MPI has requests of {nbytes} bytes")
     isend, issend, irecv, test, testsome = (_address(name, str(MPI.__file__)) for name in FUNCTIONS)
     if isend and issend and irecv and test and testsome:
-        return NativeSupport(Library(isend, issend, irecv, test, testsome, MPI.BYTE.handle, nbytes), "")
+        return NativeSupport(Library(isend, issend, irecv, test, testsome, MPI.BYTE.handle, nbytes, PACE), "")
     return NativeSupport(None, "the functions of the MPI library that mpi4py has loaded were not found")
 
 

@@ -19,7 +19,16 @@ def xla_handler(run: Any, major: int, minor: int, /) -> int: ...
 
 class Library:
     def __init__(
-        self, isend: int, issend: int, irecv: int, test: int, testsome: int, byte: int, request_nbytes: int, /
+        self,
+        isend: int,
+        issend: int,
+        irecv: int,
+        test: int,
+        testsome: int,
+        byte: int,
+        request_nbytes: int,
+        pace: tuple[int, int, int, float, float],
+        /,
     ) -> None: ...
     is_watched: int
     has_thread: int

@@ -36,17 +36,13 @@
 
 #define STATUS_NBYTES 64
 #define MOST_REQUEST_NBYTES 16
-#define POLLS_PER_WAKE 3        /* those of progress.py */
-#define POLLS_PER_MESSAGE 4
-#define YIELDS 280              /* those of engine.py */
-#define PAUSE_SECONDS 3e-5
-#define LINGER_SECONDS 0.05
 #define MOST_ROUNDS 32          /* of polls in a row, if each one moves something */
 #define COPY_SECONDS 1e-5       /* a round that took longer may have copied a part of a message: there may be more of it */
 #define PART_NBYTES 16384       /* such a part has this many bytes, or more */
 #define SLICE_NANOSECONDS 100000
 #define ASLEEP_SECONDS 5e-5    /* between polls while the program sleeps, and its core has nothing else to do */
 
+/* The module exports the numbers of all these `enum`s (`numbers`): Python has no others. */
 enum { SEND, RECV, KERNEL, CHECK, PYTHON }; /* kinds of ops; a CHECK goes on if two chunks are equal, the first `number` of
                                               every `divisor` bytes; a kernel of Python */
 enum { SYNCHRONOUS = 1, TESTED = 2, ABSOLUTE = 4, CARRIED = 8 }; /* Issend; tested at once; `number` is the tag itself; of a
@@ -76,6 +72,8 @@ typedef struct {
     int (*testsome)(int, void *, int *, int *, void *);
     Handle byte;
     Py_ssize_t request_nbytes;
+    int yields, polls_per_wake, polls_per_message; /* the pace of the engine of Python (`engine.PACE`) */
+    double nap, linger;                            /* seconds */
     pid_t process;
     pthread_mutex_t lock;
     int wanted;      /* how many threads ask for the lock while it is held: atomic */
@@ -431,7 +429,7 @@ static void tell(Library *mpi) {
 /* Gives the lock and the core to other threads: yields the core at first, later sleeps, but not past the end of a timed
  * kernel. */
 static void rest(Call *c, long times) {
-    double seconds = (times < 10 ? (double)times : 10.0) * PAUSE_SECONDS;
+    double seconds = (times < 10 ? (double)times : 10.0) * c->library->nap;
     let_others(c->library);
     double t = c->n_timed ? now() : 0.0;
     for (int32_t k = 0; k < c->n_timed; k++) seconds = c->dues[c->timed[k]] - t < seconds ? c->dues[c->timed[k]] - t : seconds;
@@ -475,7 +473,7 @@ static int drive(Call *c, double seconds, double stall) {
         if (seconds <= 0 || mpi->news) break;
         if (mpi->in_flight) go_round(mpi, c);
         if (++idle <= c->spins) continue;
-        rest(c, idle - c->spins - YIELDS);
+        rest(c, idle - c->spins - mpi->yields);
         t = now();
         if (t - (c->moved_at > from ? c->moved_at : from) > stall) {
             state = STALLED;
@@ -564,7 +562,7 @@ static void *run_thread(void *argument) {
         if (!mpi->in_flight) {
             mpi->longest_forwarding = 0.0;
             copies = 0;
-            if (t - busy_at < LINGER_SECONDS) continue;
+            if (t - busy_at < mpi->linger) continue;
             mpi->sleeps = 1;
             while (!mpi->in_flight && !mpi->stops) pthread_cond_wait(&mpi->wake, &mpi->lock);
             mpi->sleeps = 0;
@@ -575,7 +573,7 @@ static void *run_thread(void *argument) {
         busy_at = t;
         if (mpi->rounds != seen) continue; /* another thread polls */
         int moved = 0, rounds = 0;
-        for (int silent = 0; silent < POLLS_PER_WAKE && rounds < MOST_ROUNDS && !mpi->stops; rounds++) {
+        for (int silent = 0; silent < mpi->polls_per_wake && rounds < MOST_ROUNDS && !mpi->stops; rounds++) {
             double begun = now();
             int has_moved = go_round(mpi, NULL);
             moved |= has_moved;
@@ -589,7 +587,7 @@ static void *run_thread(void *argument) {
             moved_at = now();
         } else if (moved) {
             t = now();
-            double gap = (t - moved_at) / POLLS_PER_MESSAGE;
+            double gap = (t - moved_at) / mpi->polls_per_message;
             mpi->seconds = gap < mpi->least ? mpi->least : gap > mpi->most ? mpi->most : gap;
             moved_at = t;
         } else {
@@ -607,8 +605,12 @@ static PyObject *library_new(PyTypeObject *type, PyObject *args, PyObject *optio
     unsigned long long isend, issend, irecv, test, testsome;
     unsigned long long byte;
     Py_ssize_t request_nbytes;
+    int yields, wake, message;
+    double nap, linger;
     (void)options;
-    if (!PyArg_ParseTuple(args, "KKKKKKn", &isend, &issend, &irecv, &test, &testsome, &byte, &request_nbytes)) return NULL;
+    if (!PyArg_ParseTuple(args, "KKKKKKn(iiidd)", &isend, &issend, &irecv, &test, &testsome, &byte, &request_nbytes, &yields,
+                          &wake, &message, &nap, &linger))
+        return NULL;
     if (!isend || !issend || !irecv || !test || !testsome || request_nbytes < 1 || request_nbytes > MOST_REQUEST_NBYTES) {
         PyErr_SetString(PyExc_ValueError, "a function of MPI has no address, or its requests have an unknown size");
         return NULL;
@@ -623,6 +625,8 @@ static PyObject *library_new(PyTypeObject *type, PyObject *args, PyObject *optio
     self->testsome = (int (*)(int, void *, int *, int *, void *))(uintptr_t)testsome;
     self->byte = (Handle)byte;
     self->request_nbytes = request_nbytes;
+    self->yields = yields, self->polls_per_wake = wake, self->polls_per_message = message;
+    self->nap = nap, self->linger = linger;
     self->process = getpid();
     pthread_condattr_t clock;
     pthread_condattr_init(&clock);
@@ -1065,7 +1069,7 @@ static PyObject *call_take(PyObject *self, PyObject *merges_only) {
     Py_BEGIN_ALLOW_THREADS
     lock(mpi);
     if (c->is_long && c->n_python)
-        for (int silent = 0, rounds = 0; silent < POLLS_PER_WAKE && rounds < MOST_ROUNDS; rounds++) {
+        for (int silent = 0, rounds = 0; silent < mpi->polls_per_wake && rounds < MOST_ROUNDS; rounds++) {
             silent += !go_round(mpi, NULL); /* during this kernel there may be no poll for a long time */
             let_others(mpi);
         }
@@ -1371,14 +1375,30 @@ static PyMethodDef functions[] = {
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "fompi.native._native", "Calls in C.", -1, functions, NULL, NULL, NULL, NULL};
 
+#define NUMBER(name) {#name, name}
+static const struct { const char *name; long value; } numbers[] = { /* for `fompi.native.numbers` */
+    {"OP_NBYTES", (long)sizeof(Op)},
+    NUMBER(SEND), NUMBER(RECV), NUMBER(KERNEL), NUMBER(CHECK), NUMBER(PYTHON),
+    NUMBER(SYNCHRONOUS), NUMBER(TESTED), NUMBER(ABSOLUTE), NUMBER(CARRIED), NUMBER(MERGE),
+    NUMBER(FINISHED), NUMBER(GOES_ON), NUMBER(STALLED), NUMBER(FAILED), NUMBER(DISAGREES), NUMBER(HAS_KERNELS),
+    NUMBER(MOVED), NUMBER(HAS_ENDED), NUMBER(HAS_READY),
+    NUMBER(COPY), NUMBER(ADD), NUMBER(PROD), NUMBER(MEAN), NUMBER(MAX), NUMBER(MIN),
+    NUMBER(ENCODE), NUMBER(DECODE), NUMBER(DECODE_ADD),
+    NUMBER(BYTE), NUMBER(FLOAT32), NUMBER(FLOAT64), NUMBER(BFLOAT16), NUMBER(FLOAT16), NUMBER(COMPLEX64), NUMBER(COMPLEX128),
+    NUMBER(UINT8), NUMBER(UINT16), NUMBER(UINT32), NUMBER(UINT64), NUMBER(INT8), NUMBER(INT16), NUMBER(INT32), NUMBER(INT64),
+    NUMBER(WIRE_BFLOAT16), NUMBER(WIRE_FLOAT16), NUMBER(WIRE_INT8), NUMBER(WIRE_FP8), NUMBER(WIRE_INT4),
+};
+
 PyMODINIT_FUNC PyInit__native(void) {
     PyObject *made = PyModule_Create(&module);
     if (made == NULL) return NULL;
     library_type = PyType_FromSpec(&library_spec);
     call_type = PyType_FromSpec(&call_spec);
+    int is_full = 1;
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+        is_full = is_full && PyModule_AddIntConstant(made, numbers[i].name, numbers[i].value) >= 0;
     if (library_type == NULL || call_type == NULL || PyModule_AddObjectRef(made, "Library", library_type) < 0 ||
-        PyModule_AddObjectRef(made, "Call", call_type) < 0 ||
-        PyModule_AddIntConstant(made, "OP_NBYTES", (long)sizeof(Op)) < 0) {
+        PyModule_AddObjectRef(made, "Call", call_type) < 0 || !is_full) {
         Py_DECREF(made);
         return NULL;
     }

@@ -2,7 +2,7 @@
 #pragma once
 #include <stdint.h>
 
-/* The kernels, the dtypes and the wires, as numbered in fompi.backends.in_c. */
+/* The kernels, the dtypes and the wires. The module exports these numbers. */
 enum { COPY, ADD, PROD, MEAN, MAX, MIN, ENCODE, DECODE, DECODE_ADD };
 enum { BYTE, FLOAT32, FLOAT64, BFLOAT16, UINT8, UINT16, UINT32, UINT64, COMPLEX64, COMPLEX128, FLOAT16, INT8, INT16, INT32, INT64 };
 enum { WIRE_BFLOAT16, WIRE_FLOAT16, WIRE_INT8, WIRE_FP8, WIRE_INT4 };

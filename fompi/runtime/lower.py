@@ -11,6 +11,7 @@ import numpy as np
 from fompi.backends.in_c import BYTE, COPY, kernel_of
 from fompi.base.layout import ITEMSIZE
 from fompi.engine.in_flight import EAGER_NBYTES
+from fompi.native.numbers import number
 from fompi.plans.plan import Compute
 from fompi.runtime.compiled import COMPUTE, NATIVE, RECV, SEND, Compiled, Place, Sized
 
@@ -27,14 +28,14 @@ OP = np.dtype(
 )
 """`Op` of engine.c."""
 
-KIND = {SEND: 0, RECV: 1, COMPUTE: 2}
-CHECK, IN_PYTHON = 3, 4
+KIND = {SEND: number("SEND"), RECV: number("RECV"), COMPUTE: number("KERNEL")}
+CHECK, IN_PYTHON = number("CHECK"), number("PYTHON")
 """The kind of an op that compares two chunks, and goes on if they are equal, and of a kernel that Python runs."""
 
-MERGE = 1
+MERGE = number("MERGE")
 """Flag of a kernel that Python runs: it is a sum or a copy."""
 
-SYNCHRONOUS, TESTED, ABSOLUTE, CARRIED = 1, 2, 4, 8
+SYNCHRONOUS, TESTED, ABSOLUTE, CARRIED = map(number, ("SYNCHRONOUS", "TESTED", "ABSOLUTE", "CARRIED"))
 """Flags of a send: it is done when the receiver has posted its receive; its request is tested at once. Of any message:
 its number is its tag. Of a receive: the header of the sender may have carried the data.
 """
@@ -247,8 +248,8 @@ def message_table(is_send: bool, peer: int, tag: int, header_nbytes: int, nbytes
     is_eager = header_nbytes + nbytes <= EAGER_NBYTES
     ops = np.zeros(3, OP)
     header, check, body = ops
-    for op, number in ((header, tags[0]), (body, tags[1])):
-        op["kind"], op["flags"], op["peer"], op["number"] = KIND[SEND if is_send else RECV], ABSOLUTE, peer, number
+    for op, tag_of in ((header, tags[0]), (body, tags[1])):
+        op["kind"], op["flags"], op["peer"], op["number"] = KIND[SEND if is_send else RECV], ABSOLUTE, peer, tag_of
     header["count"] = header_nbytes + nbytes * is_eager if is_send else EAGER_NBYTES
     header["flags"] |= TESTED * is_send
     check["kind"], check["buffers"][:2], check["count"] = CHECK, (packet, expected), header_nbytes

@@ -198,18 +198,6 @@ def seconds_of(call: Callable[[], object]) -> float:
     return perf_counter() - begun
 
 
-class Contestant(NamedTuple):
-    """A call that is timed. `error(result)` is the relative error of its result on this rank."""
-
-    call: Callable[[], Any]
-    error: Callable[[Any], float] | None = None
-
-
-def calls_of(contestants: Mapping[str, Contestant]) -> dict[str, Callable[[], object]]:
-    """The calls by name, as `alternate` takes them."""
-    return {name: contestant.call for name, contestant in contestants.items()}
-
-
 def relative_error(result: Any, reference: np.ndarray) -> float:
     """The largest difference, divided by the largest element of the reference. Infinite if the shapes differ."""
     result = np.asarray(result)
@@ -221,19 +209,18 @@ def relative_error(result: Any, reference: np.ndarray) -> float:
     return float(np.max(np.abs(result - reference))) / (largest or 1.0)
 
 
-def checked(comm: Any, contestants: Mapping[str, Contestant], tolerance: float = TOLERANCE) -> dict[str, float]:
-    """Call each contestant once, and return its error: the largest of all ranks. Collective over `comm` (mpi4py).
+def checked(
+    comm: Any, calls: Mapping[str, Callable[[], Any]], error: Callable[[Any], float], tolerance: float = TOLERANCE
+) -> dict[str, float]:
+    """Call each contestant once, and return `error(result)`: the largest of all ranks. Collective over `comm` (mpi4py).
 
     Raises WrongResult on all ranks if an error is larger than `tolerance`.
     """
     errors = {}
-    for name, contestant in contestants.items():
-        result = contestant.call()
-        if contestant.error is not None:
-            own_error = np.array([contestant.error(result)])
-            errors[name] = float(np.max(of_all_ranks(comm, own_error)))
-            if not errors[name] <= tolerance:  # NaN is wrong too
-                raise WrongResult(f"{name} is wrong: relative error {errors[name]:.2g}, at most {tolerance:g} allowed")
+    for name, call in calls.items():
+        errors[name] = float(np.max(of_all_ranks(comm, np.array([error(call())]))))
+        if not errors[name] <= tolerance:  # NaN is wrong too
+            raise WrongResult(f"{name} is wrong: relative error {errors[name]:.2g}, at most {tolerance:g} allowed")
     return errors
 
 

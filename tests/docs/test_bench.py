@@ -10,9 +10,9 @@ import sys
 import numpy as np
 import pytest
 
-from fompi.bench import collectives, device, peers
-from fompi.bench.collectives import DEFAULT
-from fompi.bench.fused import KERNEL
+from fompi.bench import collectives, device, fused, peers
+from fompi.bench.measure import DEFAULT
+from fompi.bench.peers import KERNEL
 
 
 @pytest.mark.timeout(200)
@@ -28,7 +28,7 @@ def test_peers(mpirun, tmp_path):
         known = row["samples"].keys() | row["absent"].keys()
         for name in (*peers.UNFUSED, *peers.FUSED, "gloo blocking", "gloo, 2 slices", "JAX collectives"):
             assert name in known
-        assert {"native slices 2", "P2P slices 2", "JAX ppermute ring", "kernel alone"} <= row["samples"].keys()
+        assert {"2 slices, native", "2 slices, P2P", "JAX ppermute ring", "kernel alone"} <= row["samples"].keys()
         assert "mpi4jax" in known and row["absent"].keys() <= {"mpi4jax"}
         assert row["errors"].keys() == row["samples"].keys() - {"kernel alone"} and max(row["errors"].values()) < 1e-5
         assert all(len(samples) == 2 and min(samples) > 0 for samples in row["samples"].values())
@@ -62,12 +62,12 @@ def test_device(mpirun):
     done = mpirun(2, "-m", "fompi", "bench", "--device", "software", "--rounds", "2", "--json", seconds=50)
     assert done.returncode == 0 and not done.left_behind, done.output
     rows = json.loads(done.stdout)["rows"]
-    assert [row["what"] for row in rows] == [f"{name} 64,64,64 float32" for name in device.OPERATIONS]
+    assert [row["what"] for row in rows] == [f"{name} 64,64,64 float32" for name in peers.OPERATIONS[:2]]
     for row in rows:
         assert row["marks"] == [device.NOT_A_GPU] and device.NOT_A_GPU in row["setup"] and "messages" in row["setup"]
-        assert row["samples"].keys() == {*device.OVERLAPPED, device.UNFUSED, device.PRODUCT, device.MESSAGES}
+        assert row["samples"].keys() == {*fused.ON_DEVICE, fused.DEVICE_UNFUSED, fused.PRODUCT, fused.MESSAGES}
         assert max(row["errors"].values()) < 1e-5 and min(map(min, row["samples"].values())) > 0
-        assert row["figures"][0]["name"].endswith(f" / {device.LIMIT}")
+        assert row["figures"][0]["name"].endswith(f" / {fused.LIMIT}")
     for suite, names in DEVICE_SUITES.items():
         done = mpirun(2, "-m", "fompi", "bench", suite, "--device", "software", "--rounds", "1", "--json", seconds=50)
         assert done.returncode == 0 and not done.left_behind, done.output
@@ -257,10 +257,10 @@ def test_an_error_on_one_rank_ends_a_benchmark(mpirun, tmp_path):
     script.write_text(
         "import sys\nimport fompi\nfrom fompi.__main__ import main\nfrom fompi.bench import collectives\n"
         "from fompi.tuning.rounds import WrongResult, meet\n"
-        "def rows(comm, options):\n"
-        "    if comm.rank == 1:\n"
+        "def rows(bench):\n"
+        "    if bench.comm.rank == 1:\n"
         "        raise WrongResult('something is wrong')\n"
-        "    meet(comm.link.comm)\n"
+        "    meet(bench.mpi)\n"
         "collectives.rows = rows\n"
         "sys.exit(main(['bench', 'collectives']))\n"
     )

@@ -8,7 +8,7 @@ IN_PYTHON = {"FOMPI_ENGINE": "python"}
 """For scripts whose sums raise: those of C do not."""
 
 SCRIPT = """
-from fompi.bench.collectives import plan
+from fompi.bench.measure import plan
 x, w = np.ones((6, 2)), np.ones((2, 3))
 failing = False
 

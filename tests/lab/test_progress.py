@@ -69,7 +69,8 @@ import os
 import numpy as np
 import fompi
 from fompi.bench import papers
-from fompi.bench.cluster import Cluster
+from fompi.bench.cluster import TcpHosts
+from fompi.bench.measure import Bench, Options
 
 world = fompi.Communicator()
 papers.M, papers.K, papers.N, papers.PIECES, papers.PILOT_ROUNDS = 240, 64, 2048, (4,), 1
@@ -77,12 +78,13 @@ papers.UNFUSED = {"unfused": {"schedule": "unfused_p2p"}}
 papers.SLICED = {"slices": {"schedule": "sliced_p2p", "slices": 4}}
 good = {"fompi ring, 4 slices": {"schedule": "ring", "slices": 4}}
 bad = {"fompi ring, 4 slices": {"schedule": "unfused_p2p", "slices": 4}}  # every message waits for the whole kernel
-with Cluster(world.link.comm) as cluster:
+with TcpHosts(world.link.comm) as cluster:
     setting = papers.Setting("matmul_reduce_scatter", world.rank, world.size)
-    exchange = papers.best_exchange(world, cluster, setting)
+    bench = Bench(world, cluster, Options(3))
+    exchange = papers.best_exchange(bench, setting)
     for name, candidates in (("good", good), ("spoilt", bad)):
         papers.CANDIDATES = candidates
-        row = papers.measured(world, cluster, setting, exchange, 1.0, 3)
+        row = papers.measured(bench, setting, exchange, 1.0)
         if world.rank == 0:
             os.write(1, f"{name} {row.figures[0].value:.3f} {row.reached}\\n".encode())
 """

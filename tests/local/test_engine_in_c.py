@@ -19,12 +19,13 @@ from time import perf_counter, sleep
 import numpy as np
 import pytest
 
+from fompi.engine.in_flight import FAILED, FINISHED, GOES_ON, HAS_KERNELS
+from fompi.engine.native import PACE
 from fompi.runtime.lower import CHECK, IN_PYTHON, OP
 
 native = pytest.importorskip("fompi.native._native", reason="fompi was installed without a C compiler")
 
 HERE = Path(__file__).resolve().parent
-FINISHED, GOES_ON, STALLED, FAILED, DISAGREES, HAS_KERNELS = range(6)
 SEND, RECV, KERNEL = range(3)
 ADD, FLOAT32 = 1, 1
 MARK = 100
@@ -47,7 +48,7 @@ class StandIn:
     def __init__(self, compiled):
         names = ("isend", "isend", "irecv", "test", "testsome")
         addresses = [ctypes.cast(getattr(compiled, name), ctypes.c_void_p).value for name in names]
-        self.library = native.Library(*addresses, 7, 8)
+        self.library = native.Library(*addresses, 7, 8, PACE)
         longs, ints = ("nanoseconds", "tests", "tests_at_mark"), ("done_below", "failure", "holds", "held")
         kinds = dict.fromkeys(longs, ctypes.c_long) | dict.fromkeys(ints, ctypes.c_int)
         self.__dict__["fields"] = {name: kind.in_dll(compiled, name) for name, kind in kinds.items()}

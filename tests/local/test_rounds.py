@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from fompi.tuning import rounds
 from fompi.tuning.rounds import (
     TRIES,
-    Contestant,
     Figure,
     NoiseMonitor,
     Row,
@@ -248,17 +247,17 @@ def test_probes_of_an_idle_core_are_quiet():
 def test_a_wrong_result_is_not_timed():
     right, wrong = np.arange(4.0), np.array([0.0, 1.0, 2.0, 3.1])
 
-    def contestant(result):
-        return Contestant(lambda: result, lambda y: relative_error(y, right))
+    def errors(comm, **results):
+        return checked(comm, {name: lambda y=y: y for name, y in results.items()}, lambda y: relative_error(y, right))
 
-    assert checked(Alone(), {"a": contestant(right), "unchecked": Contestant(lambda: None)}) == {"a": 0}
+    assert errors(Alone(), a=right) == {"a": 0}
     for result in (wrong, right[:3], np.full(4, np.nan)):
         with pytest.raises(WrongResult, match="b is wrong"):
-            checked(Alone(), {"a": contestant(right), "b": contestant(result)})
+            errors(Alone(), a=right, b=result)
     nearly = right * (1 + 7e-6)
-    assert checked(Alone(), {"a": contestant(nearly)})["a"] == pytest.approx(7e-6)
+    assert errors(Alone(), a=nearly)["a"] == pytest.approx(7e-6)
     with pytest.raises(WrongResult):  # on the other rank
-        checked(Two(), {"a": contestant(nearly)})
+        errors(Two(), a=nearly)
 
 
 def test_errors_are_relative_to_the_largest():

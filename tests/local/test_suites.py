@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from fompi.base.errors import FompiError
-from fompi.bench import command, fused, papers, peers, planner, trial
-from fompi.bench.collectives import DEFAULT
+from fompi.bench import fused, papers, peers, planner, table, trial
+from fompi.bench.measure import DEFAULT, Bench, Options
 from fompi.model.machine import Level, Machine
 from fompi.tuning.rounds import Row
 
-COMM = SimpleNamespace(engine=SimpleNamespace(progress_mode="helper"))
+COMM = SimpleNamespace(engine=SimpleNamespace(progress_mode="helper"), rank=0, size=2)
 
 
 class Hosts:
@@ -28,18 +28,22 @@ class Hosts:
         return "7 turns"
 
 
+def bench(shared=False):
+    return Bench(COMM, Hosts(shared), Options(7))
+
+
 def samples(**seconds):
     """Seven rounds of each, without noise."""
     return {name.replace("_", " "): [each] * 7 for name, each in seconds.items()}
 
 
 def fused_row(best=1.06, unfused=1.9, sliced=1.2, cpu=0.02, shared=False, k=512):
-    named = samples(**{fused.KERNEL: 1.0, fused.BARE: 0.9, DEFAULT: 1.1, "fompi direct, 2 slices": best})
+    named = samples(**{peers.KERNEL: 1.0, fused.BARE: 0.9, DEFAULT: 1.1, "fompi direct, 2 slices": best})
     named |= dict.fromkeys(fused.UNFUSED, [unfused] * 7)
     named |= {f"{n} slices, {way}": [sliced] * 7 for n in fused.SLICES for way in ("native", "P2P")}
     case = peers.PeerCase("matmul_reduce_scatter", 2048, 2048, k)
     row = Row(str(case), "two hosts", named)
-    return fused.evaluated(COMM, Hosts(shared), case, "fompi direct, 2 slices", cpu, row)
+    return fused.evaluated(bench(shared), case, "fompi direct, 2 slices", cpu, row)
 
 
 @pytest.mark.parametrize(
@@ -66,11 +70,11 @@ def test_fused(seconds, missed):
 
 def test_void_rows_of_fused_do_not_count():
     good, void = fused_row(best=1.05), fused_row(best=2.0, cpu=0.5, sliced=2.5)
-    figures = {figure.name: figure for figure in fused.summary([good, void], Hosts()).figures}
+    figures = {figure.name: figure for figure in fused.summary(bench(), [good, void]).figures}
     bound = figures["bound / time, geometric mean of 1 rows"]
     assert bound.value == pytest.approx(1.02 / 1.05) and bound.reached
     assert figures["best slices / fompi, geometric mean"].reached
-    assert not fused.summary([fused_row(best=1.2)], Hosts()).reached
+    assert not fused.summary(bench(), [fused_row(best=1.2)]).reached
 
 
 @pytest.mark.parametrize(
@@ -89,9 +93,9 @@ def test_papers(ratio, best, reached):
     named = samples(**{papers.KERNEL: 1.0, papers.BARE: ratio, "fompi ring, 4 slices": best})
     named |= dict.fromkeys(papers.UNFUSED, [1 + ratio] * 7) | dict.fromkeys(papers.SLICED, [1.08 * best] * 7)
     setting = papers.Setting("all_gather_matmul", 0, 4)
-    row = papers.evaluated(COMM, Hosts(), setting, ratio, "fompi ring, 4 slices", named)
+    row = papers.evaluated(bench(), setting, ratio, "fompi ring, 4 slices", named)
     assert row.reached is reached and row.marks == ["emulated accelerator"]
-    assert papers.evaluated(COMM, Hosts(True), setting, ratio, "fompi ring, 4 slices", named).reached is None
+    assert papers.evaluated(bench(True), setting, ratio, "fompi ring, 4 slices", named).reached is None
 
 
 @pytest.mark.parametrize(
@@ -100,12 +104,12 @@ def test_papers(ratio, best, reached):
 )
 def test_peers(best, sliced, others, is_missed):
     """The targets: slices in each row, other peers as a mean of the balanced rows, never slower than unfused."""
-    named = samples(**{peers.KERNEL: 1.0, peers.WIRE: 0.8, "mpi4py blocking": 1.5, "mpi4py P2P": 1.5})
-    named |= samples(**{peers.UNFUSED_P2P: 1.5, "native slices 2": sliced, "gloo blocking": others})
+    named = samples(**{peers.KERNEL: 1.0, peers.WIRE: 0.8, "unfused, mpi4py blocking": 1.5, "unfused, mpi4py P2P": 1.5})
+    named |= samples(**{peers.UNFUSED_P2P: 1.5, "2 slices, native": sliced, "gloo blocking": others})
     named |= dict.fromkeys(peers.FUSED, [best] * 7)
     row = Row("a row", "", named)
-    row = Row("a row", "", named, figures=peers.figures(row, row.best(peers.FUSED), has_targets=True))
-    figures = [*row.figures, *peers.summary([row], Hosts()).figures]
+    row = Row("a row", "", named, figures=peers.figures(bench(), row, row.best(peers.FUSED)))
+    figures = [*row.figures, *peers.summary(bench(), [row]).figures]
     names = [figure.name for figure in figures if figure.reached is False]
     assert bool(names) == is_missed, names
 
@@ -238,7 +242,7 @@ def test_plans_that_may_be_the_best_are_finalists(others, finalists):
     ],
 )
 def test_files_are_checked_before_anything_is_measured(files, words):
-    refusal = command.refusal(0, *files)
+    refusal = table.refusal(0, *files)
     assert (refusal is None) == (words is None)
     if words is not None:
         assert isinstance(refusal, (FompiError, OSError)) and words in str(refusal)

@@ -12,6 +12,7 @@ import fompi
 from fompi.base.errors import LayoutError
 from fompi.bench import collectives, peers
 from fompi.bench.cluster import TcpHosts
+from fompi.bench.measure import DEFAULT, Bench, Options
 from fompi.bench.peers import OPERATIONS, PeerCase
 from fompi.bench.rivals import plain_mpi
 from fompi.bench.rivals.gloo import Gloo
@@ -120,11 +121,12 @@ def test_a_cluster_of_one_host(comm):
 def test_collectives_are_compared_with_the_native_ones(world, operation):
     """One small row of the suite. Every candidate has the same bits as the reference."""
     with TcpHosts(world.link.comm) as cluster:
-        row = collectives.measured(world, cluster, operation, 4 * collectives.COLUMNS * 16 * world.size, rounds=2)
+        bench = Bench(world, cluster, Options(rounds=2))
+        row = collectives.measured(bench, operation, 4 * collectives.COLUMNS * 16 * world.size)
     assert row.base == "native" and set(row.errors.values()) == {0.0} and row.errors.keys() == row.samples.keys()
     left_out = "ring" if operation == "all_to_all" else "pairwise"
     candidates = {name for name, how in collectives.CANDIDATES.items() if how["schedule"] != left_out}
     assert len(candidates) >= 7
-    assert row.samples.keys() == {"native", collectives.DEFAULT} | candidates
+    assert row.samples.keys() == {"native", DEFAULT} | candidates
     (figure,) = row.figures
     assert figure.reached is None and figure.name.startswith("native / fompi")

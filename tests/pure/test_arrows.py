@@ -37,7 +37,7 @@ FOREIGN = {
     "torch": {
         "torch",
         "bench/rivals/gloo.py",
-        "bench/rivals/steps.py",
+        "bench/training.py",
         "bench/step.py",
         "bench/ddp.py",
         "bench/c10d.py",

@@ -18,7 +18,8 @@ import pytest
 from fompi.backends import in_c
 from fompi.backends.half import narrow, storage
 from fompi.backends.numpy import Numpy
-from fompi.engine.native import FUNCTIONS, _address
+from fompi.engine.in_flight import FINISHED, GOES_ON, HAS_KERNELS
+from fompi.engine.native import FUNCTIONS, PACE, _address
 from fompi.model.twin import twin
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.lower import OP, table
@@ -26,7 +27,6 @@ from fompi.schedules import registry
 
 native = pytest.importorskip("fompi.native._native", reason="fompi was installed without a C compiler")
 
-FINISHED, GOES_ON, STALLED, FAILED, DISAGREES, HAS_KERNELS = range(6)
 DTYPES = pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16", "int64", "uint8", "complex64"])
 INT, POINTER, HANDLE, INTS = ctypes.c_int, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.POINTER(ctypes.c_int)
 SEND = ctypes.CFUNCTYPE(INT, POINTER, INT, HANDLE, INT, INT, HANDLE, POINTER)
@@ -50,7 +50,7 @@ class FakeMPI:
         functions = (SEND(self.isend), SEND(self.issend), SEND(self.irecv), TEST(self.test), TESTSOME(self.testsome))
         self.functions = functions  # they must stay
         addresses = [ctypes.cast(f, ctypes.c_void_p).value for f in functions]
-        self.library = native.Library(*addresses, 7, request_nbytes)
+        self.library = native.Library(*addresses, 7, request_nbytes, PACE)
 
     def failed(self):
         self.calls += 1
@@ -284,7 +284,7 @@ def test_wrong_tables_are_refused():
 @pytest.mark.parametrize("wrong", [(0, 1, 1, 1, 1, 7, 4), (1, 1, 1, 1, 1, 7, 3000), (1, 1, 1, 1, 1, 7, 0)])
 def test_a_library_without_functions_is_refused(wrong):
     with pytest.raises(ValueError, match="no address"):
-        native.Library(*wrong)
+        native.Library(*wrong, PACE)
 
 
 def test_the_table_has_the_layout_of_c():

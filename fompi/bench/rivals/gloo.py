@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
-from fompi.base.errors import FompiError
-from fompi.bench.cluster import TcpHosts
-from fompi.bench.rivals.rival import Array, Rival, piece_rows, result_rows
+import numpy as np
+
+from fompi.bench.rivals.rival import Array, Rival, Sliced
 
 Work = Any
 
@@ -37,138 +36,70 @@ class Gloo:
     def close(self) -> None:
         self.distributed.destroy_process_group()
 
-    def _operands(self, x: Array, w: Array) -> tuple[Any, Any]:
-        return self.torch.from_numpy(x), self.torch.from_numpy(w)
-
-    def _empty(self, *shape: int) -> Any:
-        return self.torch.empty(shape, dtype=self.torch.float32)
-
     def blocking(self, operation: str, x: Array, w: Array) -> Rival:
-        """The kernel and one collective. A reduce-scatter is an all-to-all and a sum: gloo's own one takes longer."""
-        torch, rows, columns = self.torch, len(x), w.shape[1]
-        shard, weight = self._operands(x, w)
-        y = self._empty(result_rows(operation, self.size, rows), columns)
-        product, arrived = self._empty(rows, columns), self._empty(rows, columns)
-        gathered = self._empty(rows * self.size, x.shape[1])
-        terms = arrived.view(self.size, -1, columns)
-
-        def all_gather_matmul() -> Array:
-            self._all_gather(gathered, shard)
-            return torch.mm(gathered, weight, out=y).numpy()
-
-        def matmul_reduce_scatter() -> Array:
-            torch.mm(shard, weight, out=product)
-            self._all_to_all(arrived, product)
-            return torch.sum(terms, 0, out=y).numpy()
-
-        def matmul_all_reduce() -> Array:
-            torch.mm(shard, weight, out=y)
-            self.distributed.all_reduce(y)
-            return y.numpy()
-
-        def matmul_all_to_all() -> Array:
-            torch.mm(shard, weight, out=product)
-            self._all_to_all(y, product)
-            return y.numpy()
-
-        calls = (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, matmul_all_to_all)
-        return Rival({call.__name__: call for call in calls}[operation], _nothing)
+        """The kernel and one collective."""
+        return self.slices(1, operation, x, w)
 
     def slices(self, slices: int, operation: str, x: Array, w: Array) -> Rival:
-        """`slices` collectives with async_op=True, each while the kernel of another slice runs. Adds on arrival."""
+        """`slices` collectives with async_op=True, each while the kernel of another slice runs. Adds on arrival.
+
+        A reduce-scatter is an all-to-all and a sum: gloo's own one takes longer.
+        """
+        sliced, tensor = Sliced(operation, self.size, x, w, slices, self._matmul), self.torch.from_numpy
         if operation == "all_gather_matmul":
-            return self._sliced_gather(slices, x, w)
+            return Rival(partial(self._gathered, sliced), _nothing)
         if operation == "matmul_all_reduce":
-            return self._sliced_all_reduce(slices, x, w)
-        return self._sliced_scatter(slices, operation, x, w)
-
-    def _sliced_gather(self, slices: int, x: Array, w: Array) -> Rival:
-        torch, size, columns = self.torch, self.size, w.shape[1]
-        rows = piece_rows("all_gather_matmul", size, len(x), slices)
-        shard, weight = self._operands(x, w)
-        y = self._empty(size * len(x), columns)
-        y_places = y.view(-1, slices, rows, columns)  # [owner, slice]
-        gathered, product = self._empty(slices, size * rows, x.shape[1]), self._empty(size * rows, columns)
-
-        def call() -> Array:
-            works = [
-                self._all_gather(gathered[j], shard[j * rows : (j + 1) * rows], async_op=True) for j in range(slices)
-            ]
-            for j, work in enumerate(works):
-                work.wait()
-                torch.mm(gathered[j], weight, out=product)
-                y_places[:, j] = product.view(size, rows, columns)
-            return y.numpy()
-
-        return Rival(call, _nothing)
-
-    def _sliced_all_reduce(self, slices: int, x: Array, w: Array) -> Rival:
-        """Its slices are runs of rows, so they are multiplied and summed in place."""
-        torch = self.torch
-        rows = self.size * piece_rows("matmul_all_reduce", self.size, len(x), slices)
-        shard, weight = self._operands(x, w)
-        y = self._empty(len(x), w.shape[1])
-
-        def call() -> Array:
-            works = []
-            for j in range(slices):
-                y_slice = y[j * rows : (j + 1) * rows]
-                torch.mm(shard[j * rows : (j + 1) * rows], weight, out=y_slice)
-                works.append(self.distributed.all_reduce(y_slice, async_op=True))
-            for work in works:
-                work.wait()
-            return y.numpy()
-
-        return Rival(call, _nothing)
-
-    def _sliced_scatter(self, slices: int, operation: str, x: Array, w: Array) -> Rival:
-        torch, size, columns = self.torch, self.size, w.shape[1]
-        rows = piece_rows(operation, size, len(x), slices)
-        shard, weight = self._operands(x, w)
-        y = self._empty(result_rows(operation, size, len(x)), columns)
-        y_places = y.view(-1, slices, rows, columns)  # [owner, slice]
-        product, arrived = self._empty(slices, size * rows, columns), self._empty(slices, size * rows, columns)
-        packed = self._empty(size * rows, x.shape[1])
-
-        def start(j: int) -> Work:
-            packed.view(size, rows, -1).copy_(shard.view(size, slices, rows, -1)[:, j])
-            torch.mm(packed, weight, out=product[j])
-            return self._all_to_all(arrived[j], product[j], async_op=True)
+            sliced.product = sliced.y_parts  # summed in place
+            return Rival(partial(self._summed, sliced), _nothing)
+        adds, product = operation == "matmul_reduce_scatter", sliced.product.reshape(slices, -1, sliced.columns)
+        is_in_place = slices == 1 and not adds  # what arrives is the result
+        arrived = sliced.y[None] if is_in_place else np.empty_like(product)
+        terms = arrived.reshape(slices, sliced.size, sliced.rows, -1)
 
         def finish(j: int) -> None:
-            terms = arrived[j].view(size, rows, columns)
-            if operation == "matmul_reduce_scatter":
-                torch.sum(terms, 0, out=y[j * rows : (j + 1) * rows])
-            else:
-                y_places[:, j] = terms
+            if adds:
+                self.torch.sum(tensor(terms[j]), 0, out=tensor(sliced.y[sliced.run(j)]))
+            elif not is_in_place:
+                sliced.y_places[:, j] = terms[j]
 
         def call() -> Array:
             works: list[tuple[int, Work]] = []
             for j in range(slices):
-                works.append((j, start(j)))
+                sliced.multiply(j)
+                works.append((j, self._all_to_all(tensor(arrived[j]), tensor(product[j]), async_op=True)))
                 while works[0][1].is_completed() and len(works) > 1:
                     finish(works.pop(0)[0])
             for j, work in works:
                 work.wait()
                 finish(j)
-            return y.numpy()
+            return sliced.y
 
         return Rival(call, _nothing)
+
+    def _gathered(self, sliced: Sliced) -> Array:
+        tensor, works = self.torch.from_numpy, []
+        for j in range(sliced.slices):
+            gathered = tensor(sliced.gathered[j].reshape(-1, sliced.x.shape[1]))
+            works.append(self._all_gather(gathered, tensor(sliced.own(j)), async_op=True))
+        for j, work in enumerate(works):
+            work.wait()
+            sliced.multiply_gathered(j)
+        return sliced.y
+
+    def _summed(self, sliced: Sliced) -> Array:
+        works = []
+        for j in range(sliced.slices):
+            sliced.multiply(j)
+            works.append(self.distributed.all_reduce(self.torch.from_numpy(sliced.y_slices[j]), async_op=True))
+        for work in works:
+            work.wait()
+        return sliced.y
+
+    def _matmul(self, a: Array, b: Array, out: Array) -> None:
+        """By torch, as its users have it."""
+        x, w, y = map(self.torch.from_numpy, (a, b, out))
+        self.torch.mm(x, w, out=y)
 
 
 def _nothing() -> None:
     pass
-
-
-@contextmanager
-def torch_hosts(comm: Any, suite: str, quick: bool = False) -> Iterator[tuple[TcpHosts, Any]]:
-    """The hosts of a suite that compares with PyTorch, and `torch.distributed`, whose default group is one of gloo."""
-    try:
-        import torch.distributed as distributed
-    except ImportError:
-        raise FompiError(f"bench {suite} compares with PyTorch, which is not installed: pip install torch") from None
-    from fompi.torch.autoload import register
-
-    register()
-    with TcpHosts(comm.link.comm, quick) as cluster, closing(Gloo(comm.link.comm, cluster.rendezvous())):
-        yield cluster, distributed

@@ -14,32 +14,23 @@ from typing import Any
 import numpy as np
 
 from fompi.bench.rivals.messages import Requests, Sum
-from fompi.bench.rivals.rival import Array, Rival, piece_rows, result_rows
+from fompi.bench.rivals.rival import Array, Rival, Sliced, of_mpi
 
 
 def blocking(operation: str, comm: Any, x: Array, w: Array) -> Rival:
     """The kernel and the library's blocking collective, one after the other."""
     comm = comm.Dup()
-    y = np.empty((result_rows(operation, comm.size, len(x)), w.shape[1]), x.dtype)
-    if operation == "all_gather_matmul":
-        gathered = np.empty((len(y), x.shape[1]), x.dtype)
+    whole, gathers = Sliced(operation, comm.size, x, w, 1), operation == "all_gather_matmul"
+    collective = of_mpi(comm, operation.removeprefix("matmul_").removesuffix("_matmul"))
 
-        def call() -> Array:
-            comm.Allgather(x, gathered)
-            return np.matmul(gathered, w, out=y)
-
-    else:
-        product = np.empty((len(x), w.shape[1]), x.dtype)
-        collective = {
-            "matmul_reduce_scatter": comm.Reduce_scatter_block,
-            "matmul_all_reduce": comm.Allreduce,
-            "matmul_all_to_all": comm.Alltoall,
-        }[operation]
-
-        def call() -> Array:
-            np.matmul(x, w, out=product)
-            collective(product, y)
-            return y
+    def call() -> Array:
+        if gathers:
+            collective(x, whole.gathered)
+            whole.multiply_gathered(0)
+        else:
+            whole.multiply(0)
+            collective(whole.product, whole.y)
+        return whole.y
 
     return Rival(call, comm.Free)
 
@@ -49,13 +40,13 @@ def native_slices(operation: str, comm: Any, x: Array, w: Array, slices: int, wi
 
     All-gathers run one at a time. Two at a time would share the link and delay the first slice, which all ranks need.
     """
-    sliced = _Sliced(operation, comm, x, w, slices, 1 if operation == "all_gather_matmul" else window)
+    sliced = _InFlight(operation, comm, x, w, slices, 1 if operation == "all_gather_matmul" else window)
     messages, dup = sliced.messages, sliced.messages.comm
 
     def exchange(j: int) -> None:
-        product, run = sliced.product[j], slice(j * sliced.rows, (j + 1) * sliced.rows)
+        product = sliced.product[j]
         if operation == "matmul_reduce_scatter":
-            messages.in_turn(lambda: dup.Ireduce_scatter_block(product, sliced.y[run]))
+            messages.in_turn(lambda: dup.Ireduce_scatter_block(product, sliced.y[sliced.run(j)]))
         elif operation == "matmul_all_reduce":
             messages.in_turn(lambda: dup.Iallreduce(product, sliced.y_slices[j]))
         else:
@@ -65,8 +56,8 @@ def native_slices(operation: str, comm: Any, x: Array, w: Array, slices: int, wi
             messages.in_turn(lambda: dup.Ialltoallv([product, (counts, None)], [sliced.y, (counts, places)]))
 
     def fetch(j: int) -> None:
-        own = x[j * sliced.rows : (j + 1) * sliced.rows]
-        messages.in_turn(lambda: dup.Iallgather(own, sliced.gathered[j]), partial(sliced.arrived, j, sliced.size))
+        arrived = partial(sliced.arrived, j, sliced.size)
+        messages.in_turn(lambda: dup.Iallgather(sliced.own(j), sliced.gathered[j]), arrived)
 
     if operation == "all_gather_matmul":
         return Rival(lambda: sliced.gather(fetch), messages.close)
@@ -75,7 +66,7 @@ def native_slices(operation: str, comm: Any, x: Array, w: Array, slices: int, wi
 
 def pairwise(operation: str, comm: Any, x: Array, w: Array, slices: int = 1, window: int = 2) -> Rival:
     """Messages in the permutations rank -> rank + d, one exchange per slice. With one slice nothing overlaps."""
-    sliced = _Sliced(operation, comm, x, w, slices, window)
+    sliced = _InFlight(operation, comm, x, w, slices, window)
     if operation == "all_gather_matmul":
         return _pairwise_gather(sliced)
     if operation == "matmul_all_to_all":
@@ -83,11 +74,11 @@ def pairwise(operation: str, comm: Any, x: Array, w: Array, slices: int = 1, win
     return _pairwise_sum(sliced, is_all_reduce=operation == "matmul_all_reduce")
 
 
-def _pairwise_gather(sliced: _Sliced) -> Rival:
-    messages, rank, size, rows = sliced.messages, sliced.rank, sliced.size, sliced.rows
+def _pairwise_gather(sliced: _InFlight) -> Rival:
+    messages, rank, size = sliced.messages, sliced.rank, sliced.size
 
     def fetch(j: int) -> None:
-        own = sliced.x[j * rows : (j + 1) * rows]
+        own = sliced.own(j)
         for d in range(1, size):
             source = (rank - d) % size
             messages.receive(sliced.gathered[j, source], source, j, partial(sliced.arrived, j, 1))
@@ -99,7 +90,7 @@ def _pairwise_gather(sliced: _Sliced) -> Rival:
     return Rival(lambda: sliced.gather(fetch), messages.close)
 
 
-def _pairwise_all_to_all(sliced: _Sliced) -> Rival:
+def _pairwise_all_to_all(sliced: _InFlight) -> Rival:
     messages, rank, size = sliced.messages, sliced.rank, sliced.size
 
     def post_receives() -> None:
@@ -116,7 +107,7 @@ def _pairwise_all_to_all(sliced: _Sliced) -> Rival:
     return Rival(lambda: sliced.scatter(post_receives, send), messages.close)
 
 
-def _pairwise_sum(sliced: _Sliced, is_all_reduce: bool) -> Rival:
+def _pairwise_sum(sliced: _InFlight, is_all_reduce: bool) -> Rival:
     messages, rank, size, rows, slices = sliced.messages, sliced.rank, sliced.size, sliced.rows, sliced.slices
     inbox = np.empty((slices, size, rows, sliced.columns), sliced.x.dtype)
     sums: list[Sum] = []
@@ -128,7 +119,7 @@ def _pairwise_sum(sliced: _Sliced, is_all_reduce: bool) -> Rival:
     def post_receives() -> None:
         sums.clear()
         for j in range(slices):
-            y = sliced.y_parts[j, rank] if is_all_reduce else sliced.y[j * rows : (j + 1) * rows]
+            y = sliced.y_parts[j, rank] if is_all_reduce else sliced.y[sliced.run(j)]
             sums.append(Sum(y, size, partial(send_sum, j) if is_all_reduce else lambda: None))
             for d in range(1, size):
                 source = (rank - d) % size
@@ -144,31 +135,12 @@ def _pairwise_sum(sliced: _Sliced, is_all_reduce: bool) -> Rival:
     return Rival(lambda: sliced.scatter(post_receives, send_terms), messages.close)
 
 
-class _Sliced:
-    """x, products and result in slices of `rows` rows for each rank, their buffers, and the two loops over slices."""
+class _InFlight(Sliced):
+    """An operation in slices, with requests in flight, and the two loops over slices."""
 
     def __init__(self, operation: str, comm: Any, x: Array, w: Array, slices: int, window: int):
-        self.rank, self.size, self.slices = comm.Get_rank(), comm.Get_size(), slices
-        self.x, self.w, self.columns = x, w, w.shape[1]
-        self.rows = piece_rows(operation, self.size, len(x), slices)
-        self.messages = Requests(comm, window)
-        self.y = np.empty((result_rows(operation, self.size, len(x)), self.columns), x.dtype)
-        shape = (slices, self.size, self.rows)
-        if operation == "all_gather_matmul":
-            self.gathered = np.empty((*shape, x.shape[1]), x.dtype)
-            self.slice_product = np.empty((self.size * self.rows, self.columns), x.dtype) if slices > 1 else self.y
-        else:
-            self.product = np.empty((*shape, self.columns), x.dtype)
-        self.y_places = self.y.reshape(-1, slices, self.rows, self.columns)  # [owner, slice]
-        self.x_slices: Array | None = None
-        if operation == "matmul_all_reduce":  # its slices are runs of rows
-            self.x_slices = x.reshape(slices, self.size * self.rows, -1)
-            self.y_slices = self.y.reshape(slices, self.size * self.rows, -1)
-            self.y_parts = self.y.reshape(*shape, -1)
-        elif slices == 1:
-            self.x_slices = x[None]
-        else:
-            self.packed = np.empty((self.size, self.rows, x.shape[1]), x.dtype)
+        super().__init__(operation, comm.Get_size(), x, w, slices)
+        self.rank, self.messages = comm.Get_rank(), Requests(comm, window)
         self.missing: list[int] = []
 
     def arrived(self, j: int, count: int) -> None:
@@ -182,9 +154,7 @@ class _Sliced:
         for j in range(self.slices):
             self.messages.wait(lambda j=j: self.missing[j] == 0)  # type: ignore[misc]
             with self.messages.kernel():
-                np.matmul(self.gathered[j].reshape(len(self.slice_product), -1), self.w, out=self.slice_product)
-                if self.slices > 1:
-                    self.y_places[:, j] = self.slice_product.reshape(self.size, self.rows, -1)
+                self.multiply_gathered(j)
         self.messages.finish()
         return self.y
 
@@ -193,12 +163,7 @@ class _Sliced:
         post_receives()
         for j in range(self.slices):
             with self.messages.kernel():
-                if self.x_slices is None:
-                    np.copyto(self.packed, self.x.reshape(self.size, self.slices, self.rows, -1)[:, j])
-                    x = self.packed.reshape(-1, self.x.shape[1])
-                else:
-                    x = self.x_slices[j]
-                np.matmul(x, self.w, out=self.product[j].reshape(len(x), -1))
+                self.multiply(j)
             exchange(j)
         self.messages.finish()
         return self.y

@@ -1,0 +1,193 @@
+"""What all suites share: how much is measured, where, and how calls become a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+import fompi
+from fompi.base.layout import Shard, Spec, slices_in_words
+from fompi.bench.cluster import TcpHosts
+from fompi.cli.output import Progress
+from fompi.engine.communicator import Communicator
+from fompi.plans.meaning import layouts
+from fompi.plans.plan import Plan
+from fompi.tuning.rounds import (
+    TOLERANCE,
+    Row,
+    WrongResult,
+    alternate,
+    checked,
+    of_all_ranks,
+    relative_error,
+)
+
+T = TypeVar("T")
+
+Call = Callable[[], Any]
+
+Calls = Mapping[str, Call]
+
+MIB = 1 << 20
+
+DEFAULT = "fompi, default schedule"
+"""The contestant that is called as a user calls it: without binding, without naming a schedule."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The rounds of every row. With `quick` there are fewer and smaller rows. `progress` shows which row runs.
+
+    With `row` only the rows run whose name has it, in small or capital letters. `like` is the shape of the rows, if it
+    is the user's.
+    """
+
+    rounds: int
+    quick: bool = False
+    progress: Progress = field(default_factory=Progress)
+    row: str = ""
+    like: tuple[int, int, int] | None = None
+
+
+class HostPlace:
+    """Where tensors are: in the memory of the host. A call is finished when it returns."""
+
+    device: Any = None
+    backend: Any = None
+    totals: Sequence[int] = (4 * MIB, 16 * MIB, 64 * MIB)
+    """The sizes of collectives, in bytes of the global tensor."""
+    marks: Sequence[str] = ()
+    is_software = False
+
+    def array(self, a: np.ndarray) -> Any:
+        """This array there."""
+        return a
+
+    def read(self, y: Any) -> np.ndarray:
+        """A result, on the host."""
+        return np.asarray(y)
+
+    def finished(self, call: Call) -> Call:
+        """The call with a wait for all that it has begun."""
+        return call
+
+    def setup(self, comm: Communicator, cluster: TcpHosts) -> str:
+        """Where a row ran, in words."""
+        return str(cluster)
+
+    def check(self) -> None:
+        """Raise what was wrong with the calls so far."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The ranks and hosts of a benchmark, how much is measured, and where its tensors are.
+
+    `moves` says in words how the messages of rivals progress.
+    """
+
+    comm: Communicator
+    cluster: TcpHosts
+    options: Options
+    place: HostPlace = field(default_factory=HostPlace)
+    moves: str = ""
+
+    @property
+    def mpi(self) -> Any:
+        """The communicator of mpi4py."""
+        return self.comm.link.comm
+
+    @property
+    def quick(self) -> bool:
+        return self.options.quick
+
+    def each(self, items: Sequence[T], name: Callable[[T], str] = str) -> Iterator[T]:
+        """The items with a name that is wanted. The progress shows each when it is taken."""
+        wanted = self.options.row.lower()
+        return self.options.progress.each([item for item in items if wanted in name(item).lower()], name)
+
+    def rows(self, makers: Mapping[str, Callable[[Bench], Row]]) -> list[Row]:
+        """The rows with a name that is wanted."""
+        return [makers[name](self) for name in self.each([*makers])]
+
+    def asked(self, target: float) -> float | None:
+        """A target that needs links between hosts. None if the ranks share one."""
+        return None if self.cluster.shared else target
+
+    def times(self, contestants: Calls, rounds: int = 0, **how: Any) -> dict[str, list[float]]:
+        """`alternate` with the rounds and the silence of this benchmark, or others."""
+        return alternate(self.mpi, contestants, rounds or self.options.rounds, **{"idle": self.cluster.idle, **how})
+
+    def row(self, what: str, calls: Calls, **fields: Any) -> Row:
+        """The calls, timed in turns."""
+        return self.row_of(what, self.times(calls), **fields)
+
+    def row_of(self, what: str, samples: Mapping[str, Sequence[float]], **fields: Any) -> Row:
+        """A row of times that were taken here."""
+        fields = {"progress": self.progress, "marks": self.place.marks, **fields}
+        return Row(what, self.place.setup(self.comm, self.cluster), samples, **fields)
+
+    @property
+    def progress(self) -> str:
+        """How messages progress here, in words."""
+        return "; ".join(filter(None, [f"progress of fompi: {self.comm.engine.progress_mode}", self.moves]))
+
+    def checked(self, calls: Calls, reference: np.ndarray, tolerance: float = TOLERANCE) -> dict[str, float]:
+        """The error of each result. Raises WrongResult on all ranks if one is wrong."""
+
+        def error(y: Any) -> float:
+            return relative_error(self.place.read(y), reference)
+
+        return checked(self.mpi, calls, error, tolerance)
+
+    def compare(self, name: str, ours: Sequence[Any], theirs: Sequence[Any], limit: float = 1e-3) -> None:
+        """Raise WrongResult on all ranks if tensors of torch differ by more than `limit` of the largest on one."""
+        error = max(float(((a - b).abs().max() / b.abs().max()).detach()) for a, b in zip(ours, theirs, strict=True))
+        worst = float(of_all_ranks(self.mpi, np.array([error])).max())
+        if not worst < limit:
+            raise WrongResult(f"fompi and {name} differ by {worst:.2g} of the largest element")
+
+    def bound(self, held: ExitStack, made: Plan, **given: Any) -> Any:
+        """The plan bound to these tensors, until `held` closes it."""
+        return held.enter_context(fompi.bind(made, comm=self.comm, **given))
+
+    def by_schedules(
+        self, held: ExitStack, operation: str, schedules: Mapping[str, Mapping[str, Any]], **given: Any
+    ) -> dict[str, Call]:
+        """The operation on these shards by each of these schedules, bound until `held` closes them."""
+        made = partial(plan, operation, *given.values(), self.comm.size)
+        return {name: self.bound(held, made(**how), **given) for name, how in schedules.items()}
+
+
+def schedules(cuts: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
+    """Schedules with these numbers of slices, or sizes of slices, by the names of contestants."""
+    return {
+        f"fompi {schedule}, {slices_in_words(slices)}": {"schedule": schedule, "slices": slices}
+        for schedule, each in cuts.items()
+        for slices in each
+    }
+
+
+def plan(operation: str, *tensors: Any, **how: Any) -> Plan:
+    """plan(operation, x, ..., size): a plan for these shards. Every rank's shards have the same shapes."""
+    *operands, size = tensors
+    return fompi.plan(operation, *specs(operation, size, *operands), ranks=size, **how)
+
+
+def specs(operation: str, size: int, *tensors: np.ndarray) -> Iterator[Spec]:
+    """The global tensors of these shards. Every rank's shards have the same shapes."""
+    for tensor, layout in zip(tensors, layouts(operation, len(tensors)), strict=True):
+        shape = list(tensor.shape)
+        if isinstance(layout, Shard):
+            shape[layout.dim] *= size
+        yield Spec(tuple(shape), str(tensor.dtype), layout)
+
+
+def repeated(call: Call, times: int) -> None:
+    for _ in range(times):
+        call()
