@@ -129,7 +129,7 @@ class Decoder:
         self.x = torch.randn(size.prompt + 1, size.hidden, generator=torch.Generator().manual_seed(-1))
 
     def run(self, summed: Sum, begin: int, end: int, halves: int) -> Any:
-        """The logits behind the tokens from `begin` to `end`, in so many parts."""
+        """The logits behind the tokens from `begin` to `end`, in `halves` parts."""
         parts = list(self.x[begin:end].chunk(halves))
         starts = [begin + sum(map(len, parts[:i])) for i in range(len(parts))]
         flying: list[tuple[Any, Waits | None]] = [(None, None)] * len(parts)

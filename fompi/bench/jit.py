@@ -25,7 +25,7 @@ NBYTES = 1024
 """Bytes of the all-reduce that is short."""
 
 LONG_NBYTES, QUICK_LONG_NBYTES = 8 << 20, 1 << 20
-"""Bytes of the all-reduce beside a product."""
+"""Bytes of the all-reduce that moves during a product."""
 
 SIDE = 512
 """Rows and columns of the product."""
@@ -69,7 +69,7 @@ def _computed(f: Any, *tensors: Any) -> Any:
 
 
 def overlap(bench: Bench) -> Row:
-    """A chain of products beside an all-reduce that takes about as long: with start and wait, and one by one."""
+    """A chain of products during an all-reduce that takes about as long: with start and wait, and one by one."""
     nbytes, comm = QUICK_LONG_NBYTES if bench.quick else LONG_NBYTES, bench.comm
     x, a = jnp.ones(nbytes // 4, jnp.float32), jnp.full((SIDE, SIDE), 1 / SIDE, jnp.float32)
     summed: Any = fompi.jax.jit(lambda x: fompi.jax.all_reduce(x, comm=comm))  # type: ignore[attr-defined]

@@ -251,7 +251,7 @@ def balance_of(row: Row) -> float | None:
 
 
 def low_end(slower: Figure, most: float | None) -> Figure:
-    """The low end of the interval of a ratio that shall not be much above 1."""
+    """The low end of the interval of a ratio that should not be much above 1."""
     assert slower.interval is not None
     return Figure(f"low end of {slower.name}", slower.interval.low, most=most)
 

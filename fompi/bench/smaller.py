@@ -34,7 +34,7 @@ SHOWN = ("bfloat16", "int8", "int4")
 LEAST_SUM, LEAST_OVER_BFLOAT16, LEAST_PRODUCT, LEAST_STEP, LEAST_OVER_HOOK = 3.3, 1.7, 1.8, 1.6, 1.15
 MOST_SECONDS = 8e-3
 """Asked for between hosts: float32 / int8 and bfloat16 / int8 of a sum, float32 / int8 of a product, gloo and gloo with
-its hook / int8 of a step. A kernel takes at most so long for 16 MiB, which is 2 GB/s.
+its hook / int8 of a step. A kernel takes at most MOST_SECONDS for 16 MiB, which is 2 GB/s.
 """
 
 COUNT, QUICK_COUNT = 4 << 20, 4096
@@ -43,7 +43,7 @@ PRODUCT, QUICK_PRODUCT = (2048, 1024), (64, 32)
 """The rows and columns of the product. How long its rows are is found out here."""
 
 TIMES_LONGER = 2.0
-"""So much longer than the product its messages shall take."""
+"""The rows are chosen so that messages take this many times as long as the product."""
 
 
 DIMENSIONS = Dimensions(1024, 1024, 128, 1024, 8, 64, 1024, 128, 256, 512)

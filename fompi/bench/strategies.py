@@ -531,7 +531,7 @@ ON_DEVICE: Makers = {
 
 
 def on_accelerator(size: int) -> Makers:
-    """The strategies of so many ranks, by name."""
+    """The strategies on this many ranks, by name."""
     has_pairs = size % 2 == 0
     return {
         "ZeRO-1": zero_1,
