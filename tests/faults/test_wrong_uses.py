@@ -98,5 +98,6 @@ def test_the_answers_in_one_job(tmp_path):
             )
 
 
+@pytest.mark.one_mpi
 def test_there_are_sixty():
     assert len(USES) >= 60 and len({use.name for use in USES}) == len(USES)
