@@ -170,7 +170,7 @@ def make_environments(chosen: Iterable[Leg]) -> list[Result]:
     """Make or complete those of the legs. What `make` says is shown. A failure is a result."""
     names = sorted({leg.environment for leg in chosen})
     targets = [f"{ENVIRONMENTS[name].name}/{READY[name]}" for name in names]
-    status = subprocess.call(["make", "--no-print-directory", "-j", "2", *targets], cwd=ROOT) if targets else 0
+    status = subprocess.call(["make", "--silent", "-j", "2", *targets], cwd=ROOT) if targets else 0
     leg = Leg("environments", "", 0, (), is_pytest=False)
     return [Result(leg, 0.0, {FAILED: 1}, f"`make {' '.join(targets)}` failed", "")] if status else []
 

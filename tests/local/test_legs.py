@@ -83,6 +83,16 @@ def test_an_interrupt_ends_the_legs_of_all_rows(tool, tmp_path):
     assert not any(Path(f"/proc/{(tmp_path / f'{name}.pid').read_text().strip()}").exists() for name in "ab")
 
 
+def test_an_environment_that_cannot_be_made_is_a_failure(tool, monkeypatch):
+    called = []
+    monkeypatch.setattr(tool.subprocess, "call", lambda command, **_: called.append(command[4:]) or 2)
+    monkeypatch.setattr(tool, "READY", dict.fromkeys(tool.ENVIRONMENTS, "ready"))
+    (result,) = tool.make_environments([shell(tool, "a", ""), shell(tool, "b", "")])
+    folder = tool.ENVIRONMENTS["mpich"].name
+    assert called == [[f"{folder}/ready"]] and result.counts == {"failed": 1}
+    assert result.problem == f"`make {folder}/ready` failed" and not tool.make_environments([])
+
+
 def test_the_last_line_counts_all_legs_and_the_times_are_kept(tool, tmp_path, capsys):
     tool.TIMES.write_text('{"a": {"seconds": 7.25, "cpu_seconds": 1}, "gone": {"seconds": 1, "cpu_seconds": 1}}')
     rows = [shell(tool, "a", "python -c 'sum(range(10**6))'"), shell(tool, "b", "false")]
