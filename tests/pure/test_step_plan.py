@@ -57,7 +57,7 @@ MODEL = (
 
 @pytest.mark.parametrize("axes", SIZES[:-1], ids=str)
 def test_every_kind_of_layer_is_right(axes):
-    """An embedding, attention, a head whose gradients wait, and parameters that stay. (2, 2, 2) is as many ranks as any."""
+    """An embedding, attention, a head whose gradients wait, and parameters that stay."""
     for schedule, microbatches in schedules(axes[2]):
         fompi.verify(made(axes, schedule, microbatches, MODEL))
     if axes[2] == 2:
