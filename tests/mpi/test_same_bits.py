@@ -203,6 +203,12 @@ def test_words(world):
         row_parallel_linear(x, np.ones((6, 3), "f4"), comm=world, order="tree")
 
 
+OF_TORCH = pytest.mark.skipif(
+    fompi.Communicator().size > 4, reason="eight ranks would load torch for seconds; its modules call what is above"
+)
+
+
+@OF_TORCH
 def test_modules_of_torch(world, alone):
     """A model of modules, trained by ZeroDataParallel over micro-batches or by AdamW on tensor-parallel layers."""
     torch = pytest.importorskip("torch")
@@ -246,6 +252,7 @@ def test_modules_of_torch(world, alone):
         assert tensor_parallel(world) == tensor_parallel(alone)
 
 
+@OF_TORCH
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_norms_of_torch(world, alone, kind):
     """Their leaves are rows: the gradients of what all ranks hold have the bits of one rank."""
