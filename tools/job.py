@@ -8,6 +8,7 @@ the job, also if its parent has ended. On a system without /proc only the proces
 import contextlib
 import itertools
 import os
+import resource
 import signal
 import subprocess
 import tempfile
@@ -34,6 +35,7 @@ class Finished:
     stdout: str
     stderr: str
     seconds: float
+    cpu_seconds: float  # of the processes that somebody waited for: not of those that were killed
     timed_out: bool
     left_behind: tuple[str, ...]  # command lines of processes that still ran GRACE_SECONDS after the job
     memory_left: tuple[str, ...]  # new files in /dev/shm that no process had mapped. A job beside it may have left them
@@ -43,6 +45,73 @@ class Finished:
         return self.stdout + self.stderr
 
 
+class Job:
+    """A running command. Whoever starts it calls `end`, whatever happens. `env` extends the environment."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        seconds: float,
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+    ) -> None:
+        # A job inside a job (a test that calls mpirun) extends the mark, so that the outer job ends it too.
+        self.mark = f"{os.environ.get(MARK, '')}/{os.getpid()}.{next(_numbers)}"
+        self.limit = seconds
+        self.shared_memory = set(_shared_memory())
+        # Files, not pipes: a process that is left behind would keep a pipe open, and reading it would not end.
+        self.out, self.err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115, `end` closes them
+        self.begun, self.cpu_seconds = time.monotonic(), 0.0
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self.out,
+            stderr=self.err,
+            env={**os.environ, **(env or {}), MARK: self.mark},
+            cwd=cwd,
+            start_new_session=True,
+        )
+
+    def has_ended(self) -> bool:
+        if self.process.returncode is None:
+            before = _seconds_of_children()
+            if self.process.poll() is not None:  # the system counts a child, and its children, when it is waited for
+                self.cpu_seconds = _seconds_of_children() - before
+        return self.process.returncode is not None
+
+    def is_over(self) -> bool:
+        """Whether it has ended, or its time has."""
+        return self.has_ended() or time.monotonic() - self.begun > self.limit
+
+    def end(self) -> Finished:
+        """End all processes that are left. Those of a command that has ended get GRACE_SECONDS to end by themselves."""
+        elapsed, timed_out = time.monotonic() - self.begun, not self.has_ended()
+        with self.out, self.err:
+            try:
+                left_behind = () if timed_out else _wait_for_all(self.mark)
+            finally:  # also after an interrupt
+                self._kill_all()
+                memory_left = _unlink(set(_shared_memory()) - self.shared_memory)
+            texts = _text(self.out), _text(self.err)
+        code = self.process.returncode
+        return Finished(code, *texts, elapsed, self.cpu_seconds, timed_out, left_behind, memory_left)
+
+    def _kill_all(self) -> None:
+        """SIGTERM comes first: tests print a traceback then, even inside a blocked MPI call."""
+        if self._is_alive():
+            _signal(self.process, self.mark, signal.SIGTERM)
+            deadline = time.monotonic() + GRACE_SECONDS
+            while time.monotonic() < deadline and self._is_alive():
+                time.sleep(0.05)
+            while self._is_alive():  # again, because a process may have started another
+                _signal(self.process, self.mark, signal.SIGKILL)
+                time.sleep(0.05)
+
+    def _is_alive(self) -> bool:
+        return not self.has_ended() or any(_marked(self.mark))
+
+
 def run(
     command: Sequence[str],
     seconds: float,
@@ -50,36 +119,19 @@ def run(
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
 ) -> Finished:
-    """Run `command` for at most `seconds`, and end all of its processes. `env` extends the environment."""
-    # A job inside a job (a test that calls mpirun) extends the mark, so that the outer job ends it too.
-    mark = f"{os.environ.get(MARK, '')}/{os.getpid()}.{next(_numbers)}"
-    environment = {**os.environ, **(env or {}), MARK: mark}
-    shared_memory = set(_shared_memory())
-    # Files, not pipes: a process that is left behind would keep a pipe open, and reading it would not end.
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        start = time.monotonic()
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            env=environment,
-            cwd=cwd,
-            start_new_session=True,
-        )
-        timed_out = False
-        left_behind: tuple[str, ...] = ()
-        try:
-            process.wait(timeout=seconds)
-            elapsed = time.monotonic() - start
-            left_behind = _wait_for_all(mark)
-        except subprocess.TimeoutExpired:
-            timed_out = True
-            elapsed = time.monotonic() - start
-        finally:  # also after an interrupt
-            _end(process, mark)
-            memory_left = _unlink(set(_shared_memory()) - shared_memory)
-        return Finished(process.returncode, _text(out), _text(err), elapsed, timed_out, left_behind, memory_left)
+    """Run `command` for at most `seconds`, and end all of its processes."""
+    job = Job(command, seconds, env=env, cwd=cwd)
+    try:
+        while not job.is_over():
+            time.sleep(0.02)
+    finally:
+        finished = job.end()
+    return finished
+
+
+def _seconds_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _text(file: IO[bytes]) -> str:
@@ -114,19 +166,6 @@ def _command_line(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
         return f"process {pid}"
-
-
-def _end(process: subprocess.Popen[bytes], mark: str) -> None:
-    """SIGTERM comes first: tests print a traceback then, even inside a blocked MPI call."""
-    if process.poll() is None or any(_marked(mark)):
-        _signal(process, mark, signal.SIGTERM)
-        deadline = time.monotonic() + GRACE_SECONDS
-        while time.monotonic() < deadline and (process.poll() is None or any(_marked(mark))):
-            time.sleep(0.05)
-        while process.poll() is None or any(_marked(mark)):  # again, because a process may have started another
-            _signal(process, mark, signal.SIGKILL)
-            time.sleep(0.05)
-    process.wait()
 
 
 def _signal(process: subprocess.Popen[bytes], mark: str, number: signal.Signals) -> None:

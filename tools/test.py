@@ -1,24 +1,35 @@
 """Run every test of fompi: python tools/test.py [--leg NAME] [--mpi mpich|openmpi] [-k EXPR] [--soak]
 
-The legs run one after the other. A leg that cannot run fails. No test is skipped because something is missing.
-Each leg has a time-out, enforced on every process that it started. Outputs and reports stay in build/test/<leg>/.
-After each leg come its slowest tests.
+First come the legs of `make quick`, in their light environment. Then two rows of legs run beside each other: legs that
+compute, and legs that wait more than they compute. In the end come tests that measure links, with nothing beside them.
+`make` makes or completes the environments that the chosen legs need, each before its first leg.
+
+A leg that cannot run fails. No test is skipped because something is missing. Each leg has a time-out, enforced on every
+process that it started. Outputs and reports stay in build/test/<leg>/. After each leg come its slowest tests.
+
+build/legs.json keeps the times of the legs that ran whole and passed. The next run shows them beside its own, and
+`--table` writes them into CONTRIBUTING.md.
 
 `--soak` runs the tests that repeat for long instead (marked `soak`). Continuous integration does not run them.
 
 The last line is always `N passed, M failed`, over all legs. A leg that counts no tests (lint, types) counts as one
-test. So does a leg that ends without a report.
+test. So does a leg that ends without a report, and an environment that cannot be made.
 """
 
 import argparse
 import ast
+import functools
+import json
 import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import xml.etree.ElementTree
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +40,14 @@ LOGS = ROOT / "build" / "test"
 SLOWEST = 10
 """This many of the slowest tests are listed after each leg."""
 
-ENVIRONMENTS = {"mpich": ROOT / ".venv", "openmpi": ROOT / ".venv-openmpi"}
+TIMES = ROOT / "build" / "legs.json"
+PAGE = ROOT / "CONTRIBUTING.md"
+MARKS = "<!-- the times of the legs -->", "<!-- end -->"
+"""Where the table of times is in PAGE."""
+
+MPIS = ("mpich", "openmpi")
+ENVIRONMENTS = {"quick": ROOT / ".venv-quick", "mpich": ROOT / ".venv", "openmpi": ROOT / ".venv-openmpi"}
+READY = {"quick": ".ready-quick", "mpich": ".ready-test", "openmpi": ".ready-test"}
 RANK = {"mpich": "PMI_RANK", "openmpi": "OMPI_COMM_WORLD_RANK"}
 
 VARIABLES = {
@@ -67,15 +85,24 @@ NOISE = re.compile(
 SOAK_FACTOR = 10
 """With --soak a leg may take this many times as long."""
 
+BESIDE_FACTOR = 2
+"""With another leg beside it, a leg may take this many times as long."""
+
+QUICK, COMPUTES, WAITS, ALONE = "quick", "computes", "waits", "alone"
+STAGES = ((QUICK,), (COMPUTES, WAITS), (ALONE,))
+"""The rows of legs, one stage after the other. The rows of a stage run beside each other."""
+
 
 @dataclass(frozen=True)
 class Leg:
     name: str
-    mpi: str  # whose environment it runs in
-    seconds: float  # its time-out
+    environment: str  # the one it runs in
+    seconds: float  # its time-out, with nothing beside it
     command: tuple[str, ...]  # of a test leg: the arguments of pytest
     ranks: int = 0  # of mpirun; 0: no mpirun
     is_pytest: bool = True
+    row: str = COMPUTES
+    marks: str = ""  # which of its tests, as in `pytest -m`
 
 
 @dataclass(frozen=True)
@@ -86,90 +113,135 @@ class Result:
     problem: str  # empty if the leg passed
     output: str
     slowest: tuple[str, ...] = ()  # the slowest tests of rank 0, with their seconds
+    cpu_seconds: float = 0.0
 
     @property
     def word(self) -> str:
         return "FAILED" if self.problem else "ok"
 
 
+@dataclass(frozen=True)
+class Selection:
+    """Which tests of the legs run: all but those marked `soak`, unless something is said."""
+
+    expression: str = ""
+    soak: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        return not (self.expression or self.soak)
+
+
 def ranks_of(path: Path) -> dict[str, list[int]]:
     """On how many ranks of each MPI a file runs: its mark `pytest.mark.ranks(mpich=[...], openmpi=[...])`, or two."""
-    found = {mpi: [2] for mpi in ENVIRONMENTS}
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "ranks":
-            found |= {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
+    found = {mpi: [2] for mpi in MPIS}
+    for call in re.findall(r"\bmark\.ranks\(.*?\)", path.read_text(), re.DOTALL):
+        (node,) = [node for node in ast.walk(ast.parse(call)) if isinstance(node, ast.Call)]
+        found |= {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
     return found
 
 
-def legs() -> list[Leg]:
+@functools.cache
+def legs() -> tuple[Leg, ...]:
     lint = "ruff check . && ruff format --check ."
     found = [
-        Leg("lint", "mpich", 60, ("sh", "-c", lint), is_pytest=False),
-        Leg("types", "mpich", 240, ("mypy",), is_pytest=False),
-        Leg("pure", "mpich", 300, ("-n", "2", "-W", "error", "tests/pure")),
+        Leg("lint", "quick", 60, ("sh", "-c", lint), is_pytest=False, row=QUICK),
+        Leg("types", "quick", 240, ("mypy",), is_pytest=False, row=QUICK),
+        Leg("pure", "quick", 300, ("-n", "2", "-W", "error", "tests/pure"), row=QUICK),
         Leg("local", "mpich", 360, ("-n", "2", "-W", "error", *OF_TORCH, "tests/local")),
     ]
-    for mpi in ENVIRONMENTS:
+    for mpi in MPIS:
         ranks_of_files = {path: ranks_of(path)[mpi] for path in sorted((ROOT / "tests/mpi").glob("test_*.py"))}
         for size in sorted({size for sizes in ranks_of_files.values() for size in sizes}):
             files = [f"tests/mpi/{path.name}" for path, sizes in ranks_of_files.items() if size in sizes]
             found.append(Leg(f"mpi-{mpi}-{size}", mpi, 420 if size == 2 else 300, ("--with-mpi", *files), ranks=size))
-    for mpi in ENVIRONMENTS:
-        found.append(Leg(f"faults-{mpi}", mpi, 300, ("-n", "3" if mpi == "mpich" else "4", "tests/faults")))
-    for mpi in ENVIRONMENTS:
-        found.append(Leg(f"lab-{mpi}", mpi, 240, ("-n", "2", "--dist", "loadfile", "tests/lab")))
-    found.append(Leg("slurm", "mpich", 420, ("-n", "2", "tests/slurm")))  # both MPIs; it needs Slurm
     if (ROOT / "tests/docs").exists():
-        found.append(Leg("docs", "mpich", 600, ("-n", "2", "--dist", "loadgroup", "tests/docs")))
-    return found
+        found.append(Leg("docs", "mpich", 600, ("-n", "2", "--dist", "loadgroup", "tests/docs"), row=WAITS))
+    found.append(Leg("slurm", "mpich", 420, ("-n", "2", "tests/slurm"), row=WAITS))  # both MPIs; it needs Slurm
+    for mpi in MPIS:
+        found.append(Leg(f"faults-{mpi}", mpi, 300, ("-n", "3" if mpi == "mpich" else "4", "tests/faults"), row=WAITS))
+    lab = ("-n", "2", "--dist", "loadfile", "tests/lab")
+    for row, name, marks in ((WAITS, "lab", "not measures"), (ALONE, "links", "measures")):
+        found += [Leg(f"{name}-{mpi}", mpi, 240, lab, row=row, marks=marks) for mpi in MPIS]
+    return tuple(found)
 
 
-def run(leg: Leg, expression: str | None, marker: str = "") -> Result:
+def make_environments(chosen: Iterable[Leg]) -> list[Result]:
+    """Make or complete those of the legs. What `make` says is shown. A failure is a result."""
+    names = sorted({leg.environment for leg in chosen})
+    targets = [f"{ENVIRONMENTS[name].name}/{READY[name]}" for name in names]
+    status = subprocess.call(["make", "--silent", "-j", "2", *targets], cwd=ROOT) if targets else 0
+    leg = Leg("environments", "", 0, (), is_pytest=False)
+    return [Result(leg, 0.0, {FAILED: 1}, f"`make {' '.join(targets)}` failed", "")] if status else []
+
+
+def run_rows(rows: Sequence[Sequence[Leg]], selection: Selection, done: Callable[[Result], None]) -> None:
+    """Run the legs of each row one after the other, the rows beside each other. Each result goes to `done`."""
+    queues = [deque(row) for row in rows if row]
+    running: dict[int, tuple[Leg, job.Job]] = {}
+    factor = (BESIDE_FACTOR if len(queues) > 1 else 1) * (SOAK_FACTOR if selection.soak else 1)
+    try:
+        while running or any(queues):
+            for row, queue in enumerate(queues):
+                if queue and row not in running:
+                    leg = queue.popleft()
+                    if (ENVIRONMENTS[leg.environment] / "bin/python").exists():
+                        running[row] = leg, start(leg, selection, factor)
+                    else:
+                        done(Result(leg, 0.0, {FAILED: 1}, f"there is no {ENVIRONMENTS[leg.environment]}", ""))
+            for row, (leg, started) in list(running.items()):
+                if started.is_over():
+                    del running[row]
+                    done(judge(leg, selection, started.end()))
+            time.sleep(0.05)
+    finally:  # after an interrupt
+        for _, started in running.values():
+            started.end()
+
+
+def start(leg: Leg, selection: Selection, factor: float) -> job.Job:
     logs = LOGS / leg.name
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)
-    bin_folder = ENVIRONMENTS[leg.mpi] / "bin"
-    if not (bin_folder / "python").exists():
-        return Result(leg, 0.0, {FAILED: 1}, f"there is no {bin_folder}/python: call `make test`", "")
     # First in PATH: tests that call `python`, `mpirun` or a tool get those of this environment.
-    variables = {**VARIABLES, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"}
+    variables = {**VARIABLES, "PATH": f"{ENVIRONMENTS[leg.environment] / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     if leg.name == "mpi-openmpi-3":  # the engine in Python, which C must equal
         variables["FOMPI_ENGINE"] = "python"
     if leg.name == "slurm":  # each rank has a core, and one that yields and polls can starve the kernel's own threads
         variables["OMPI_MCA_mpi_yield_when_idle"] = "0"
-    seconds = SOAK_FACTOR * leg.seconds if marker else leg.seconds
-    finished = job.run(command_of(leg, expression, logs, marker), seconds, env=variables, cwd=ROOT)
-    (logs / "launcher.txt").write_text(finished.output)
-    return judge(leg, bool(expression or marker), logs, finished)
+    return job.Job(command_of(leg, selection, logs), factor * leg.seconds, env=variables, cwd=ROOT)
 
 
-def command_of(leg: Leg, expression: str | None, logs: Path, marker: str) -> list[str]:
+def command_of(leg: Leg, selection: Selection, logs: Path) -> list[str]:
     if not leg.is_pytest:
         return list(leg.command)
     # -v names a test before it starts. A test that hangs is thus known.
-    pytest = ["python", "-m", "pytest", "-v", *leg.command, *(("-k", expression) if expression else ())]
-    markers = [marker or "not soak", *(["not one_mpi"] if leg.mpi != "mpich" else [])]
-    pytest += ["-m", " and ".join(markers)]
+    pytest = ["python", "-m", "pytest", "-v", *leg.command]
+    pytest += ["-k", selection.expression] if selection.expression else []
+    one_mpi = "" if leg.environment != "openmpi" else "not one_mpi"
+    pytest += ["-m", " and ".join(filter(None, ("soak" if selection.soak else "not soak", leg.marks, one_mpi)))]
     if not leg.ranks:
         return [*pytest, f"--junitxml={logs}/rank-0.xml"]
     # Every rank writes its own report and output. Only the shell that mpirun starts knows the rank.
-    rank = f"{logs}/rank-${RANK[leg.mpi]}"
+    rank = f"{logs}/rank-${RANK[leg.environment]}"
     script = f'exec "$0" "$@" -p no:cacheprovider "--junitxml={rank}.xml" >"{rank}.txt" 2>&1'
     return ["mpirun", "-n", str(leg.ranks), "sh", "-c", script, *pytest]
 
 
-def judge(leg: Leg, is_selection: bool, logs: Path, finished: job.Finished) -> Result:
+def judge(leg: Leg, selection: Selection, finished: job.Finished) -> Result:
+    logs = LOGS / leg.name
+    (logs / "launcher.txt").write_text(finished.output)
     reports = {rank: read_report(logs / f"rank-{rank}.xml") for rank in range(max(leg.ranks, 1))}
     tests: dict[str, str] = {}
     for report in reports.values():
         for test, outcome in (report or {}).items():
             tests[test] = worst(outcome, tests.get(test, outcome))
     counts = {word: list(tests.values()).count(word) for word in (PASSED, FAILED, SKIPPED)}
-    nothing_selected = is_selection and not tests and None not in reports.values()
+    nothing_selected = not selection.is_whole and not tests and None not in reports.values()
 
     problem = ""
     if finished.timed_out:
-        problem = f"ended after its time-out of {leg.seconds:.0f} s"
+        problem = f"ended after its time-out of {finished.seconds:.0f} s"
     elif finished.left_behind:
         problem = f"left processes behind: {'; '.join(finished.left_behind)}"
     elif counts[FAILED]:
@@ -183,7 +255,8 @@ def judge(leg: Leg, is_selection: bool, logs: Path, finished: job.Finished) -> R
     if not problem and not leg.is_pytest:
         counts[PASSED] = 1
     output = gather_output(leg, logs, finished, reports)
-    return Result(leg, finished.seconds, counts, problem, output, slowest_tests(logs / "rank-0.xml"))
+    slowest = slowest_tests(logs / "rank-0.xml")
+    return Result(leg, finished.seconds, counts, problem, output, slowest, finished.cpu_seconds)
 
 
 def read_report(path: Path) -> dict[str, str] | None:
@@ -238,19 +311,33 @@ def failures(report: dict[str, str] | None) -> set[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run the tests of fompi.")
     parser.add_argument("--leg", action="append", metavar="NAME", help="only this leg, or all of NAME-*")
-    parser.add_argument("--mpi", choices=list(ENVIRONMENTS), help="only the legs in this MPI's environment")
-    parser.add_argument("-k", metavar="EXPR", help="only the tests that match, as in pytest")
+    parser.add_argument("--mpi", choices=MPIS, help="only the legs in this MPI's environment")
+    parser.add_argument("-k", metavar="EXPR", default="", help="only the tests that match, as in pytest")
     parser.add_argument("--soak", action="store_true", help="only the tests that repeat for long")
+    parser.add_argument("--table", action="store_true", help="run nothing: write the kept times into CONTRIBUTING.md")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # the running leg ends too
+    if options.table:
+        write_table(PAGE, kept())
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # the running legs end too
 
-    start = time.monotonic()
-    results = []
-    for leg in select(parser, options):
-        result = run(leg, options.k, "soak" if options.soak else "")
+    begun = time.monotonic()
+    chosen, selection, before = select(parser, options), Selection(options.k, options.soak), kept()
+    results: list[Result] = []
+
+    def done(result: Result) -> None:
         results.append(result)
         show(result)
-    summarize(results, time.monotonic() - start)
+
+    for stage in STAGES:
+        rows = [[leg for leg in chosen if leg.row == row] for row in stage]
+        for result in make_environments(leg for row in rows for leg in row):
+            done(result)
+        run_rows(rows, selection, done)
+    results.sort(key=lambda result: [*chosen, result.leg].index(result.leg))
+    summarize(results, time.monotonic() - begun, before)
+    if selection.is_whole:
+        keep(results, time.monotonic() - begun, before)
     return 1 if any(result.problem for result in results) else 0
 
 
@@ -269,7 +356,7 @@ def select(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list
         names = options.leg or [leg.name]
         return (
             any(leg.name == name or leg.name.startswith(f"{name}-") for name in names)
-            and options.mpi in (None, leg.mpi)
+            and options.mpi in (None, leg.environment)
             and (leg.is_pytest or not (options.k or options.soak))
         )
 
@@ -279,19 +366,55 @@ def select(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list
     return selected
 
 
-def summarize(results: list[Result], seconds: float) -> None:
+Times = dict[str, dict[str, float]]
+"""Of legs that ran whole and passed: `seconds`, and `cpu_seconds` of all their processes."""
+
+
+def summarize(results: list[Result], seconds: float, before: Times) -> None:
     totals = dict.fromkeys((PASSED, FAILED, SKIPPED), 0)
-    print(f"\n{'leg':<18}{'result':<7}{'time':>8}{'passed':>8}{'failed':>8}{'skipped':>8}")
+    print(f"\n{'leg':<18}{'result':<7}{'time':>8}{'before':>10}{'CPU':>10}{'passed':>8}{'failed':>8}{'skipped':>8}")
+
+    def line(name: str, word: str, times: tuple[float, float], counts: dict[str, int]) -> None:
+        last = f"{before[name]['seconds']:.1f} s" if name in before else ""
+        print(f"{name:<18}{word:<7}{times[0]:6.1f} s{last:>10}{times[1]:8.1f} s{columns(counts)}")
+
     for result in results:
         for word in totals:
             totals[word] += result.counts.get(word, 0)
-        print(f"{result.leg.name:<18}{result.word:<7}{result.seconds:6.1f} s", columns(result.counts), sep="")
-    print(f"{'all':<25}{seconds:6.1f} s", columns(totals), sep="")
+        line(result.leg.name, result.word, (result.seconds, result.cpu_seconds), result.counts)
+    line("all", "", (seconds, sum(result.cpu_seconds for result in results)), totals)
     print(f"{totals[PASSED]} passed, {totals[FAILED]} failed")
 
 
 def columns(counts: dict[str, int]) -> str:
     return "".join(f"{counts.get(word, 0):>8}" for word in (PASSED, FAILED, SKIPPED))
+
+
+def kept() -> Times:
+    try:
+        return dict(json.loads(TIMES.read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
+def keep(results: list[Result], seconds: float, before: Times) -> None:
+    new = {r.leg.name: {"seconds": r.seconds, "cpu_seconds": r.cpu_seconds} for r in results if not r.problem}
+    if new.keys() >= {leg.name for leg in legs()}:
+        new["all"] = {"seconds": seconds, "cpu_seconds": sum(times["cpu_seconds"] for times in new.values())}
+    TIMES.write_text(json.dumps({**before, **new}, indent=1))
+
+
+def write_table(page: Path, times: Times) -> None:
+    """Put the kept times between the MARKS of the page."""
+    rows = [
+        f"| `{name}` | {times[name]['seconds']:.0f} | {times[name]['cpu_seconds']:.0f} |"
+        for name in (*(leg.name for leg in legs()), "all")
+        if name in times
+    ]
+    table = "\n".join(("| leg | seconds | CPU seconds |", "|---|---|---|", *rows))
+    before, begin, rest = page.read_text().partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    page.write_text(f"{before}{begin}\n\n{table}\n\n{end}{after}")
 
 
 if __name__ == "__main__":

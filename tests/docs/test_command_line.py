@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from commands import PROGRAM, ROOT, run_here
 
 import fompi
 from fompi.base.layout import Partial, Replicate, Shard, Spec
@@ -22,18 +23,22 @@ from fompi.cli.output import DEFAULT_COLUMNS, Progress, Table, show
 from fompi.ops.operations import OPERATIONS
 from fompi.plans.plan import Plan, programs_from_json
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(sys.executable).with_name("fompi")
 
 
-def run(*arguments, status=0, machine="", program=(sys.executable, "-m", "fompi")):
-    """Standard output, then standard error, of a command that ends with `status`."""
-    command = [*map(str, program), *map(str, arguments)]
-    environ = {**os.environ, "FOMPI_MACHINE": machine}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=environ)
-    assert done.returncode == status, done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stdout, done.stderr
+def run(*arguments, status=0, machine="", program=()):
+    """Standard output, then standard error, of a command that ends with `status`: in this process, or of `program`."""
+    variables = {"FOMPI_MACHINE": machine}
+    if program:
+        command = [*map(str, program), *map(str, arguments)]
+        environ = {**os.environ, **variables}
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=environ)
+        ended, out, err = done.returncode, done.stdout, done.stderr
+    else:
+        ended, out, err = run_here(*arguments, variables=variables)
+    assert ended == status, err
+    assert "Traceback" not in err
+    return out, err
 
 
 PLANS = {
@@ -248,7 +253,7 @@ def test_help_names_every_operation():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_ends_with_an_example(command):
     """The example is a command of this program, on one line."""
-    text, _ = run(command, "--help")
+    text, _ = run(command, "--help", program=PROGRAM)
     last = text.splitlines()[-1]
     assert re.match(rf"for example: (mpirun -n \d )?python -m fompi {command}\b", last), last
     assert command != "plan" or run(*last.split()[5:])[0].startswith("all_gather_matmul(")
@@ -281,7 +286,7 @@ def test_a_reader_that_stops_early_is_no_error(command):
 
 
 def test_the_console_script_is_the_same_program():
-    assert run("plan", *GATHER.split(), program=[SCRIPT]) == run("plan", *GATHER.split())
+    assert run("plan", *GATHER.split(), program=[SCRIPT]) == run("plan", *GATHER.split(), program=PROGRAM)
     _, error = run("paln", status=2, program=[SCRIPT])
     assert error.startswith("fompi: argument COMMAND: invalid choice: 'paln': did you mean plan?")
     assert run("plan", "--help", program=[SCRIPT])[0].splitlines()[-1].startswith("for example: fompi plan ")
@@ -289,7 +294,7 @@ def test_the_console_script_is_the_same_program():
 
 def test_without_a_command():
     """`info` in ten lines, then the next command, which exists."""
-    for program, name in (((SCRIPT,), "fompi"), ((sys.executable, "-m", "fompi"), "python -m fompi")):
+    for program, name in (((SCRIPT,), "fompi"), (PROGRAM, "python -m fompi")):
         text, error = run(program=program)
         facts, *_, following = text.split("\n\n")
         lines = facts.splitlines()
@@ -387,7 +392,7 @@ def test_tables_are_drawn_by_rich_on_a_terminal(arguments):
     """Without rich, and in a pipe, they are plain text. Both hold the same words."""
     drawn = on_a_terminal(sys.executable, "-m", "fompi", *arguments.split())
     plain = on_a_terminal(sys.executable, "-c", WITHOUT_RICH, *arguments.split())
-    piped, _ = run(*arguments.split())
+    piped, _ = run(*arguments.split(), program=PROGRAM)
     assert DRAWN in drawn and "\x1b[1m" in drawn
     assert DRAWN not in plain + piped and "\x1b" not in plain + piped
     if arguments != "info":  # the process and its measurement differ
@@ -630,9 +635,9 @@ def test_schedules_of_a_file(tmp_path):
         "        if peer == work.rank:\n            yield Compute('copy', (work['x'][:],), (shard,))\n"
         "        else:\n            yield Recv(peer, shard)\n            yield Send(peer, work['x'][:])\n"
     )
-    text, error = run("plan", *plain, "--load", mine, "--schedule", "mine", "--verify")
+    text, error = run("plan", *plain, "--load", mine, "--schedule", "mine", "--verify", program=PROGRAM)
     assert " by mine: " in text and error.startswith("verified: ")
-    text, _ = run("explain", *plain, "--load", mine, "--schedule", "mine,direct")
+    text, _ = run("explain", *plain, "--load", mine, "--schedule", "mine,direct", program=PROGRAM)
     assert "\nmine, " in text and "\nring" not in text
     mine.write_text("x = 1\ny = x / 0\n")
     _, error = run("plan", *plain, "--load", mine, status=2)

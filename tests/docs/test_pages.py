@@ -18,6 +18,7 @@ import blocks
 import job
 import pytest
 from blocks import Block
+from commands import run_here
 
 from fompi.model.machine import Machine
 from fompi.planner.layers import step
@@ -87,11 +88,7 @@ def test_a_block_is_python(block):
     compile(block.code, block.page, "exec")
 
 
-@functools.cache
-def fompi(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [blocks.PYTHON, "-m", "fompi", *words], cwd=blocks.ROOT, capture_output=True, text=True, timeout=60
-    )
+run_once = functools.cache(run_here)
 
 
 @pytest.mark.timeout(100)
@@ -99,13 +96,13 @@ def fompi(*words: str) -> subprocess.CompletedProcess[str]:
 def test_a_command_exists(command):
     """Those that need no MPI run, and print what the page shows. The help names the options of the others."""
     words = command.words
-    done = fompi(*words) if is_pure(words) else fompi(*words[:1], "--help")
-    assert done.returncode == 0 and done.stdout, done.stderr
+    status, out, err = run_once(*words) if is_pure(words) else run_once(*words[:1], "--help")
+    assert status == 0 and out, err
     if not is_pure(words):
         options = [word.partition("=")[0] for word in words if word.startswith("--")]
-        assert all(re.search(rf"{option}\b", done.stdout) for option in options), done.stdout
+        assert all(re.search(rf"{option}\b", out) for option in options), out
     elif command.block.output is not None and command.is_alone:
-        assert re.fullmatch(pattern(command.block.output), done.stdout), done.stdout
+        assert re.fullmatch(pattern(command.block.output), out), out
 
 
 @pytest.mark.parametrize("block", [b for b in blocks.fenced() if b.language == "sh"], ids=str)

@@ -1,4 +1,8 @@
-"""No wait lasts for ever: after FOMPI_TIMEOUT seconds an error says which rank waits for which, to the root cause."""
+"""No wait lasts for ever: after FOMPI_TIMEOUT seconds an error says which rank waits for which, to the root cause.
+
+On both MPIs: a process that is stopped, waits inside the library, and those before MPI is up. All else is asked and
+answered by fompi.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ def run(launch, ranks, code, **options):
     return ended.output
 
 
+@pytest.mark.one_mpi
 def test_a_rank_that_computes(launch):
     code = """
 fompi.all_reduce(np.ones(3), comm=world)
@@ -174,6 +179,7 @@ fompi.Communicator(MPI.COMM_WORLD)
     assert "waits for rank 1 to start Communicator, the first call; root cause: rank 1 does not answer" in output
 
 
+@pytest.mark.one_mpi
 def test_a_rank_that_never_creates_its_first_communicator(launch):
     code = """
 from mpi4py import MPI
@@ -192,11 +198,13 @@ def test_a_mesh_that_not_all_ranks_create(launch):
     assert "FOMPI_TIMEOUT" in output
 
 
+@pytest.mark.one_mpi
 def test_a_split_that_not_all_ranks_call(launch):
     output = run(launch, 3, "event()\nif rank == 1:\n    time.sleep(30)\nworld.split(0)")
     assert "waits for rank 1 to start call 1, a split; root cause: rank 1 does not answer" in output
 
 
+@pytest.mark.one_mpi
 def test_a_missing_call(launch):
     """Rank 0 skips one call. Rank 1 is one call ahead, so it waits in a call that rank 0 never starts."""
     code = """
@@ -336,7 +344,11 @@ emit("GOT", x)
 
 
 @pytest.mark.parametrize(
-    ("call", "name"), [("fompi.all_reduce(np.ones(3))", "fompi.all_reduce"), ("fompi.Mesh(tp=3)", "Mesh")]
+    ("call", "name"),
+    [
+        ("fompi.all_reduce(np.ones(3))", "fompi.all_reduce"),
+        pytest.param("fompi.Mesh(tp=3)", "Mesh", marks=pytest.mark.one_mpi),
+    ],
 )
 def test_a_rank_does_not_come_to_the_first_call(launch, call, name):
     """All that have come name the call and the missing rank, though no communicator is there yet."""

@@ -1,4 +1,8 @@
-"""How a program ends: with an error on one rank or on all ranks, early, or normally."""
+"""How a program ends: with an error on one rank or on all ranks, early, or normally.
+
+On both MPIs: what the launcher ends, and what the library has to finish. What fompi itself tells the other ranks is the
+same on each.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ def go_on():
 # ------------------------------------------------------------------------------------------------- uncaught exceptions
 
 
+@pytest.mark.one_mpi
 def test_before_the_first_operation(launch):
     code = """
 if rank == 1:
@@ -44,7 +49,7 @@ go_on()
     ended.assert_failed("RuntimeError: the original error")
 
 
-@pytest.mark.parametrize("schedule", ["ring", "unfused"])
+@pytest.mark.parametrize("schedule", [pytest.param("ring", marks=pytest.mark.one_mpi), "unfused"])
 def test_inside_an_operation(launch, schedule):
     """The other ranks get a PeerError, which they do not catch. It is not printed."""
     code = f"""
@@ -67,6 +72,7 @@ for call in range(1000):
     assert "PeerError" not in ended.output
 
 
+@pytest.mark.one_mpi
 def test_inside_an_operation_that_the_other_ranks_start_late(launch):
     """The error is raised before they start it."""
     code = """
@@ -98,6 +104,7 @@ raise RuntimeError(f"raised by {rank}")
     ended.assert_failed("RuntimeError: raised by ")
 
 
+@pytest.mark.one_mpi
 def test_all_ranks_disagree(launch):
     """All ranks get the same error. It is printed once."""
     code = """
@@ -108,6 +115,7 @@ fompi.all_reduce(np.ones(rank), comm=world)
     ended.assert_failed("MismatchError: the ranks disagree in call 1 of world: rank 0 calls all_reduce(")
 
 
+@pytest.mark.one_mpi
 def test_on_ranks_whose_numbers_differ(launch):
     """Two communicators number the ranks in opposite orders. Still only one rank prints its traceback."""
     code = """
@@ -135,6 +143,7 @@ step = fompi.bind(plan, comm=world, x=np.ones(9), kernels={"add": add})
 """
 
 
+@pytest.mark.one_mpi
 def test_an_error_that_wraps_a_peer_error(launch):
     """A program may wrap a PeerError in its own error. Only the original error of the other rank is printed."""
     code = """
@@ -147,6 +156,7 @@ except fompi.PeerError as error:
     ended.assert_failed("ValueError: the original error")
 
 
+@pytest.mark.one_mpi
 def test_a_peer_error_if_the_failed_rank_catches_its_own(launch):
     """The rank that failed catches its error. Then one of the other ranks prints its traceback."""
     code = """
@@ -159,6 +169,7 @@ except ValueError:
     ended.assert_failed("PeerError: rank 2 failed in all_reduce by ring", "ValueError: the original error")
 
 
+@pytest.mark.one_mpi
 @pytest.mark.parametrize("world", [True, False])
 def test_an_error_that_leaves_a_with_block_and_is_caught(launch, world):
     """A notebook or a job server catches it. The other ranks do not wait for their deadline, and nobody at exit."""
@@ -190,6 +201,7 @@ time.sleep(1)
     assert ended.output.count("after less") == 2 and "rank 1: the communicator 'own' is closed" in ended.output
 
 
+@pytest.mark.one_mpi
 def test_in_a_thread(launch):
     code = """
 def work():
@@ -234,6 +246,7 @@ time.sleep(30)
     ended.assert_failed("RuntimeError: the original error")
 
 
+@pytest.mark.one_mpi
 def test_an_interrupt_while_waiting(launch):
     """One rank gets SIGINT inside a wait, as on Ctrl-C."""
     code = """
@@ -252,6 +265,7 @@ else:
     ended.assert_failed("KeyboardInterrupt")
 
 
+@pytest.mark.one_mpi
 def test_an_interrupt_inside_a_kernel(launch):
     code = """
 from fompi import Partial, Spec
@@ -269,6 +283,7 @@ fompi.bind(plan, comm=world, x=np.ones(9), kernels={"add": add})()
     ended.assert_failed("KeyboardInterrupt")
 
 
+@pytest.mark.one_mpi
 def test_in_a_program_with_its_own_exception_hook(launch):
     """The hook that the program installed before is called."""
     code = """
@@ -311,7 +326,13 @@ def test_exit_with_a_status_at_the_end(launch):
 
 
 @pytest.mark.parametrize(
-    "call", ["fompi.all_reduce(np.ones(3), comm=world)", "fompi.Mesh(a=size)", "step()", "native()"]
+    "call",
+    [
+        "fompi.all_reduce(np.ones(3), comm=world)",
+        pytest.param("fompi.Mesh(a=size)", marks=pytest.mark.one_mpi),
+        pytest.param("step()", marks=pytest.mark.one_mpi),
+        "native()",
+    ],
 )
 def test_a_rank_that_ends_before_the_others(launch, call):
     """It makes one call fewer than the other ranks."""
@@ -330,6 +351,7 @@ else:
     ended.assert_failed("rank 0 has ended; its last call was all_reduce by ring (bound 1, call 1)")
 
 
+@pytest.mark.one_mpi
 def test_exit_of_a_thread(launch):
     """SystemExit in a thread ends the thread, not the job."""
     code = """
@@ -397,7 +419,13 @@ for schedule in ("ring", "direct", "unfused"):
 }
 
 
-@pytest.mark.parametrize("what", NORMAL)
+OF_FOMPI = {"operations", "closed", "used in a with block", "never closed", "never ready", "one rank is slow", "caught"}
+"""These leave nothing in flight that the library would have to finish."""
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=[pytest.mark.one_mpi] * (what in OF_FOMPI)) for what in NORMAL]
+)
 def test_normal_ends(launch, what):
     """The job prints nothing, has status 0, leaves no process, and ends soon."""
     ended = launch(3, STEPS + NORMAL[what])
@@ -412,6 +440,7 @@ def test_a_call_that_only_one_rank_starts(launch):
     assert ended.finished.seconds < 15
 
 
+@pytest.mark.one_mpi
 def test_one_rank(launch):
     ended = launch(1, STEPS + "steps(3)\nassert size == 1")
     ended.assert_clean()
@@ -451,7 +480,7 @@ emit("END", rank)
     assert ended.lines("END") == ["0", "1"]
 
 
-@pytest.mark.parametrize("where", ["main", "thread", "exit"])
+@pytest.mark.parametrize("where", ["main", pytest.param("thread", marks=pytest.mark.one_mpi), "exit"])
 def test_an_error_after_the_end_of_mpi_keeps_its_words(launch, where):
     """Whoever does not catch it still reads it: no hook of fompi calls MPI then."""
     code = """
@@ -477,6 +506,7 @@ if WHERE == "thread":
     assert not ended.finished.timed_out and (where != "main" or ended.finished.returncode != 0)
 
 
+@pytest.mark.one_mpi
 @pytest.mark.parametrize("debug", ["0", "1"])
 def test_a_traceback_ends_at_the_line_of_the_program(launch, debug):
     """An error of fompi is about the call. The frames of fompi below it are for those who change fompi."""
@@ -492,6 +522,7 @@ layer(np.ones((2, 3)))
     assert ("more frames, inside of fompi" in ended.output) == (debug == "0")
 
 
+@pytest.mark.one_mpi
 def test_a_traceback_of_a_kernel_of_the_program_is_whole(launch):
     code = """
 def matmul(reads, writes):
@@ -526,6 +557,7 @@ fompi.Machine.load("nowhere")
     assert ended.output.count("LayoutError: no machine") == 1, ended.output
 
 
+@pytest.mark.one_mpi
 def test_an_error_whose_causes_close_a_circle(launch):
     """`raise a from b` can make one. The rank ended never, and the others waited."""
     ended = launch(
@@ -543,6 +575,7 @@ world.barrier()
     assert "ValueError: first" in ended.output and ended.seconds < 10
 
 
+@pytest.mark.one_mpi
 def test_interleave_on_a_part_of_the_ranks_waits_for_no_other_rank(mpirun):
     """The program has made no communicator of all ranks, and the last rank does nothing."""
     code = """
@@ -565,6 +598,7 @@ print("done")
     assert finished.returncode == 0 and finished.stdout.count("done") == 3, finished.stderr
 
 
+@pytest.mark.one_mpi
 def test_an_interrupt_ends_the_functions_of_interleave_on_all_ranks(mpirun):
     """It comes while function 0 waits for its turn, and function 1 waits for the other rank."""
     code = """

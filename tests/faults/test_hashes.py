@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 PROGRAM = """
 import builtins
 import os
@@ -55,6 +57,7 @@ world.close()
 """
 
 
+@pytest.mark.one_mpi
 def test_no_hash_of_python_is_exchanged(mpirun, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     finished = mpirun(2, "program.py", seconds=60, cwd=tmp_path, env={"FOMPI_TIMEOUT": "20"})

@@ -1,6 +1,6 @@
 """A JAX program of several processes: global arrays, and an end while programs run.
 
-It needs a process of its own: jax.distributed must begin before JAX computes anything.
+On both MPIs: the end. It needs a process of its own: jax.distributed must begin before JAX computes anything.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ emit("LEFT", rank)
 """
 
 
+@pytest.mark.one_mpi
 @pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="JAX has jax.shard_map from 0.6 on")
 def test_global_arrays_equal_those_of_lax(launch):
     """The same operations in `shard_map` over a mesh of two processes, and the gradient through them."""

@@ -1,4 +1,7 @@
-"""Ends and faults while the helper thread is working. The rules are the same as without it."""
+"""Ends and faults while the helper thread is working. The rules are the same as without it.
+
+On both MPIs: a second thread in the library, also while it is finalised, and a fork.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,13 @@ thread.start()
 }
 
 
-@pytest.mark.parametrize("what", ENDS)
+OF_FOMPI = {"working, then closed", "working for a rank that is late", "asleep", "woken many times", "in a kernel"}
+"""The library sees the same as when the helper works, or nothing."""
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=[pytest.mark.one_mpi] * (what in OF_FOMPI)) for what in ENDS]
+)
 def test_a_normal_end_while_the_helper_is(launch, what):
     """The job prints nothing, has status 0, leaves no process, and ends soon."""
     ended = launch(3, IN_FLIGHT + ENDS[what])
@@ -86,6 +95,7 @@ def test_an_exit_status_while_the_helper_works(launch):
     assert not ended.finished.timed_out and not ended.finished.left_behind
 
 
+@pytest.mark.one_mpi
 def test_an_exception_while_the_helper_works(launch):
     """One rank fails. The others compute outside fompi with an operation in flight."""
     code = """
@@ -100,6 +110,7 @@ time.sleep(30)
     ended.assert_failed("RuntimeError: the original error")
 
 
+@pytest.mark.one_mpi
 def test_a_rank_that_leaves_while_only_the_helper_of_another_rank_works(launch):
     """The helper raises no error, because the program does not wait yet. The program's wait raises it."""
     code = """
@@ -113,6 +124,7 @@ if rank == 0:
     ended.assert_failed("PeerError: rank 0 waits for rank 1 to start call 1", "but rank 1 has ended")
 
 
+@pytest.mark.one_mpi
 def test_a_rank_whose_helper_works_answers(launch):
     """It computes outside fompi with an operation in flight. It answers with the name of its last call."""
     code = """
@@ -166,7 +178,9 @@ emit("PARENT", rank)
 # --------------------------------------------------------------------------------------------------------------- modes
 
 
-@pytest.mark.parametrize("mode", ["auto", "helper", "native", "poll"])
+@pytest.mark.parametrize(
+    "mode", [*(pytest.param(mode, marks=pytest.mark.one_mpi) for mode in ("auto", "poll")), "helper", "native"]
+)
 def test_every_mode_works(launch, mode):
     code = """
 for schedule in ("ring", "direct", "unfused"):
@@ -182,6 +196,7 @@ emit("MODE", world.engine.progress_mode, *(t.name for t in threading.enumerate()
     assert ended.lines("MODE") == [wanted] * 2
 
 
+@pytest.mark.one_mpi
 def test_a_machine_that_moves_messages_by_itself_needs_little_help(launch, tmp_path):
     """FOMPI_PROGRESS=auto uses what `calibrate` has measured of the library."""
     path = tmp_path / "machine.json"
@@ -219,7 +234,7 @@ def test_an_unknown_mode(launch):
 # ----------------------------------------------------------------------------------------------------------- deadlines
 
 
-@pytest.mark.parametrize("mode", ["helper", "poll"])
+@pytest.mark.parametrize("mode", ["helper", pytest.param("poll", marks=pytest.mark.one_mpi)])
 def test_a_collective_of_the_library_on_a_rank_that_computes(launch, mode):
     """That rank has agreed to the call, but its program makes no progress. A helper makes progress for it."""
     code = """
@@ -252,6 +267,7 @@ fompi.all_reduce(np.ones(3), comm=world)
     assert "root cause: rank 1 does not answer (nor does rank 2, 3): it computes" in ended.output
 
 
+@pytest.mark.one_mpi
 def test_a_kernel_that_takes_longer_than_the_deadline(launch):
     """While the kernel of a call runs on one thread, a wait for that call on another thread has no deadline."""
     code = """

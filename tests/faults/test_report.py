@@ -1,4 +1,7 @@
-"""FOMPI_REPORT: the report is printed once after a clean end. After any other end there is no report and no delay."""
+"""FOMPI_REPORT: the report is printed once after a clean end. After any other end there is no report and no delay.
+
+On both MPIs: how the report is gathered while MPI ends. What it says is the same on each.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def reporting(launch, monkeypatch, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.one_mpi), 3])
 def test_the_report_is_printed_once(reporting, ranks):
     ended = reporting(ranks, WORK)
     finished = ended.finished

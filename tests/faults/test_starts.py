@@ -58,7 +58,7 @@ WAYS = (
     (3, "spawn", "fompi", "tcp", "destroy"),
     (2, "fork", "fompi", "tcp", ""),
     (2, "forkserver", "fompi", "file", ""),
-    (2, "spawn", "fompi", "store", ""),
+    (2, "fork", "fompi", "store", ""),
     (2, "fork", "fompi", "env", "destroy"),
     (2, "fork", "fompi", "beside", "destroy"),
     (2, "spawn", "gloo", "tcp", "destroy"),  # python -m fompi.torch
@@ -124,7 +124,7 @@ dist.init_process_group("fompi", f"file://{sys.argv[2]}", rank=rank, world_size=
 """
 
 
-@pytest.mark.parametrize("why", ["late", "early", "wrong"])
+@pytest.mark.parametrize("why", ["late", *(pytest.param(why, marks=pytest.mark.one_mpi) for why in ("early", "wrong"))])
 def test_a_process_does_not_come(tmp_path, why):
     """Or MPI has started before, or Open MPI cannot start so: a sentence that says what to do."""
     (tmp_path / "alone.py").write_text(ALONE)

@@ -6,10 +6,12 @@ import json
 import os
 import re
 import sys
+import time
 from pathlib import Path
 
 import job
 import pytest
+from commands import run_here
 from wrong_uses import PRELUDE, USES
 
 LINES, SECONDS = 5, 5.0
@@ -45,7 +47,11 @@ def most_seconds(launcher=""):
     return seconds * (3 if os.getloadavg()[0] > (os.cpu_count() or 1) else 1)
 
 
-ALONE = [use for use in USES if MPI in use.libraries and not use.is_one_call]
+WITHOUT_MPI = ("plan", "explain", "simulate", "layout", "slurm", "frobnicate")
+"""These commands compute, and start nothing. So they need no process of their own."""
+
+HERE = [use for use in USES if use.command[:1] == ("fompi",) and use.command[1] in WITHOUT_MPI and not use.launcher]
+ALONE = [use for use in USES if MPI in use.libraries and not use.is_one_call and use not in HERE]
 
 
 @pytest.mark.parametrize("use", ALONE, ids=lambda use: use.name)
@@ -59,6 +65,15 @@ def test_the_answer(use, tmp_path):
     assert not [word for word in use.words if word not in finished.output], finished.output
     assert len(lines) <= LINES and sum("Error: " in line for line in lines) <= 1, finished.output
     assert finished.seconds < most_seconds(use.launcher), finished.seconds
+
+
+@pytest.mark.one_mpi
+@pytest.mark.parametrize("use", HERE, ids=lambda use: use.name)
+def test_the_answer_of_a_command(use):
+    begun = time.monotonic()
+    status, out, err = run_here(*use.command[1:], variables=use.env)
+    assert status == 2 and not [word for word in use.words if word not in out + err], out + err
+    assert len((out + err).splitlines()) <= LINES and time.monotonic() - begun < most_seconds()
 
 
 TOGETHER = """
@@ -98,5 +113,6 @@ def test_the_answers_in_one_job(tmp_path):
             )
 
 
+@pytest.mark.one_mpi
 def test_there_are_sixty():
     assert len(USES) >= 60 and len({use.name for use in USES}) == len(USES)

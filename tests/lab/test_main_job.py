@@ -20,6 +20,7 @@ HOSTS, RATE, WIDTH, BATCH = 2, "200mbit", 512, 512
 SMALLER = f"--width {WIDTH} --batch {BATCH} --hidden 128 --epochs 16"  # argparse takes the last value of an option
 
 
+@pytest.mark.measures
 @pytest.mark.one_mpi
 def test_make_lab(kernel, tmp_path):
     picture = tmp_path / "lab.svg"

@@ -100,6 +100,7 @@ def test_congestion_control_that_the_kernel_lacks(netlab, name, why):
     assert f"cannot use '{name}'{why}: give --congestion one of" in finished.stderr
 
 
+@pytest.mark.measures
 def test_unequal_links_places_and_the_exit_status(netlab):
     finished = netlab(
         *("--trust", "--rates=400mbit,400mbit,100mbit", "--ranks=4"),
@@ -127,6 +128,7 @@ sys.exit(7 if rank == 0 else 0)
     assert not finished.left_behind
 
 
+@pytest.mark.measures
 @pytest.mark.one_mpi
 def test_groups_with_a_slow_link_between(netlab):
     finished = netlab(
@@ -137,6 +139,7 @@ def test_groups_with_a_slow_link_between(netlab):
     assert rates(finished) == {(0, 1): near(400), (1, 2): near(50), (3, 2): near(400), (3, 0): near(50)}
 
 
+@pytest.mark.measures
 @pytest.mark.one_mpi
 def test_links_change_while_a_job_runs(netlab):
     finished = netlab(
@@ -177,6 +180,7 @@ else:
     assert changes == ["h0 200mbit", "h1 50mbit", "h1 250mbit", "h1 cut", "h1 restore"]
 
 
+@pytest.mark.measures
 @pytest.mark.one_mpi
 def test_a_deep_bucket_is_refused(netlab):
     finished = netlab("--hosts=2", "--rate=400mbit", "--burst=1000000", code="print('ran')")
@@ -204,6 +208,7 @@ def site(tmp_path):
     return make
 
 
+@pytest.mark.measures
 def test_links_with_the_requested_rates_are_accepted(netlab):
     """Without --trust. It may take several attempts, because others may use the cores."""
     for _ in range(3):
@@ -213,6 +218,7 @@ def test_links_with_the_requested_rates_are_accepted(netlab):
     assert finished.returncode == 0 and finished.stdout.count("ran") == 2, finished.output
 
 
+@pytest.mark.measures
 def test_an_mpi_that_uses_shared_memory_is_refused(netlab, site):
     """This mpirun ignores the hosts. All ranks are on one host, and no message uses a link."""
     here = (
@@ -224,12 +230,14 @@ def test_an_mpi_that_uses_shared_memory_is_refused(netlab, site):
     assert re.search(r"^netlab: (mpich|openmpi) moves .* bypasses the links", finished.stderr, re.MULTILINE)
 
 
+@pytest.mark.measures
 def test_an_mpi_that_does_not_start_is_refused(netlab, site):
     finished = netlab("--hosts=2", "--rate=400mbit", code="print('ran')", python=site("echo no licence; exit 1"))
     assert finished.returncode == 3 and "ran" not in finished.stdout, finished.output
     assert "cannot be started on the hosts" in finished.stderr and "    no licence" in finished.stderr
 
 
+@pytest.mark.measures
 @pytest.mark.one_mpi
 def test_without_being_root(netlab):
     """The same cluster in a user namespace, for a user who may not make other namespaces."""

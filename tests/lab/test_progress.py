@@ -90,6 +90,7 @@ with TcpHosts(world.link.comm) as cluster:
 """
 
 
+@pytest.mark.measures
 @pytest.mark.soak
 @pytest.mark.one_mpi
 @pytest.mark.timeout(100)
@@ -165,6 +166,7 @@ for name in ("ring", "spoilt"):
 """
 
 
+@pytest.mark.measures
 @pytest.mark.one_mpi
 def test_a_schedule_without_overlap_is_found_by_proof_and_figures(netlab):
     """Its messages wait for the whole kernel, although it claims to overlap. Its result is right, its time is not."""
@@ -182,6 +184,7 @@ def test_a_schedule_without_overlap_is_found_by_proof_and_figures(netlab):
     assert re.search(r"(no overlap|slower than without overlap) on rank \d.* from rank", warnings), finished.output
 
 
+@pytest.mark.measures
 @pytest.mark.parametrize("choice", ["auto", "native"])
 def test_info_measures_what_the_library_moves_without_help(netlab, choice):
     """A slow link makes it measurable: a message takes about 30 ms. Each rank has one core here."""

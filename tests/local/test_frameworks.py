@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import jax
@@ -180,3 +182,28 @@ def test_start_has_no_gradient(tp):
     with pytest.raises(fompi.TensorError, match=r"start has no gradient|pass x\.detach\(\)"):
         fompi.all_gather.start(x, comm=tp)
     assert torch.equal(fompi.all_gather.start(x.detach(), comm=tp).wait(), x)
+
+
+# ----------------------------------------------------------------------------------------------------------- imports
+
+PLANNING = """
+import sys
+import fompi
+from fompi import Replicate, Shard, Spec
+
+plan = fompi.plan(fompi.all_gather_matmul, Spec((64, 8), "bfloat16", Shard(0)), Spec((8, 12), "bfloat16", Shard(1)),
+                  ranks=4, schedule="ring", slices=2)
+fompi.verify(plan)
+assert len(str(plan).splitlines()) > 10
+print(fompi.simulate(plan, fompi.Machine.load("laptop")))
+foreign = {"mpi4py", "torch", "jax", "jaxlib", "cupy", "numba", "ml_dtypes", "scipy", "tqdm", "matplotlib"}
+loaded = foreign & {name.partition(".")[0] for name in sys.modules}
+assert not loaded, loaded
+"""
+
+
+def test_planning_loads_no_mpi_and_no_framework():
+    """A new process imports fompi, and plans, prints, verifies and simulates an operation."""
+    done = subprocess.run([sys.executable, "-c", PLANNING], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("predicted: all_gather_matmul")

@@ -332,14 +332,22 @@ def test_a_kernel_that_fails():
         x.get()
 
 
-def test_without_the_checker_a_race_is_silent():
-    device = SoftwareDevice(seed=3, delay=1e-2, check=False)
+@pytest.mark.parametrize("check", [True, False])
+def test_without_the_checker_a_race_is_silent(check):
+    """The same program raises with it. Without it the copy overtakes the kernel, and nobody says so."""
+    device = SoftwareDevice(seed=3, delay=1e-2, check=check)
     a, b = device.stream("a"), device.stream("b")
     x, y = device.array(np.ones(8)), device.empty((8,), "float64")
     double(device, x)(a)
+    if check:
+        with pytest.raises(RaceError):
+            copy(b, y, x)
+        return
     copy(b, y, x)
     mark(a).wait()
     mark(b).wait()
+    assert not device.reports and (x.get() == 2).all()
+    assert {*y.get()} in ({1.0}, {2.0})
 
 
 def test_the_current_stream(device):

@@ -105,6 +105,13 @@ def without_verification(monkeypatch):
 
 
 @pytest.fixture
+def verified_once(world, monkeypatch):
+    """All ranks write the same plan of a call. One of them verifies it: more ranks than cores would wait for all."""
+    if world.rank:
+        monkeypatch.setattr(pending, "VERIFIED_RANKS", 0)
+
+
+@pytest.fixture
 def machine():
     return Machine.load("gigabit")
 

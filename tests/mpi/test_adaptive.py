@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import replace
 from importlib import import_module
@@ -229,9 +230,16 @@ def test_something_that_is_not_a_backend_is_an_error_on_all_ranks(own):
         fompi.bind(explanation, comm=own, x=x, w=w, backend="fast" if own.rank == 0 else None)
 
 
-def test_ranks_that_wait_in_different_ways(own):
+def test_ranks_that_wait_in_different_ways(own, monkeypatch):
     """One rank calls only progress(), never wait(). All ranks still compare their times before the same call."""
-    explanation, x, w, _ = scatter(own)
+    explanation, x, w, y = scatter(own)
+    compared, agree = [], adaptive.agree
+
+    def noted(comm, words, *more, **options):
+        compared.append(words)
+        return agree(comm, words, *more, **options)
+
+    monkeypatch.setattr(adaptive, "agree", noted)
     with fompi.bind(explanation, comm=own, x=x, w=w, adapt=True) as step:
         for _ in range(3 * adaptive.CHECK_CALLS):
             if own.rank == 0:
@@ -239,7 +247,10 @@ def test_ranks_that_wait_in_different_ways(own):
                 while not step.progress():
                     pass
             else:
-                step()
+                assert (step() == y).all()
+        assert step._usual > 0 or own.size == 1, "rank 0 has the times of the others"
+    numbers = [int(re.search(r"before call (\d+) of", words)[1]) for words in compared if "comparison" in words]
+    assert numbers == [adaptive.CHECK_CALLS + 1, 2 * adaptive.CHECK_CALLS + 1]
 
 
 def test_something_that_is_not_a_plan_is_an_error_on_all_ranks(own):

@@ -14,7 +14,7 @@ from fompi.backends import chains
 from fompi.base.layout import offsets, split
 from fompi.plans.tree import folded
 
-pytestmark = pytest.mark.ranks(mpich=[1, 2, 3, 4, 8], openmpi=[3, 4])
+pytestmark = [pytest.mark.ranks(mpich=[1, 2, 3, 8], openmpi=[3]), pytest.mark.usefixtures("verified_once")]
 
 LEAVES = 8
 

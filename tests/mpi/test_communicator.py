@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import fompi
 
-pytestmark = pytest.mark.ranks(mpich=[1, 2, 3, 8], openmpi=[2, 4])
+pytestmark = pytest.mark.ranks(mpich=[1, 2, 3, 8], openmpi=[3])
 
 
 def meshes(size):

@@ -23,7 +23,7 @@ from fompi.mpi.paths import DIRECT, IPC, STAGED
 from fompi.parallel.data import AdamW, DataParallel
 from fompi.tensors import dlpack
 
-pytestmark = pytest.mark.ranks(mpich=[1, 2, 4], openmpi=[3])
+pytestmark = pytest.mark.ranks(mpich=[1, 2, 3, 4], openmpi=[])
 
 PATHS = (STAGED, DIRECT, IPC)
 NAMES = (*strategy_calls.calls(fompi.Communicator()),)

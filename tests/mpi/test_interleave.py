@@ -29,7 +29,7 @@ from fompi.parallel.tensor import column_parallel_linear, row_parallel_linear
 from fompi.parallel.turns import MOST, give_way
 from fompi.torch import nn
 
-pytestmark = pytest.mark.ranks(mpich=[2, 4], openmpi=[3])
+pytestmark = pytest.mark.ranks(mpich=[3, 4], openmpi=[])
 
 
 def layers(world):

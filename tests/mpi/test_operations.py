@@ -14,7 +14,7 @@ from fompi.base.layout import FLOAT8, HALF, ITEMSIZE
 from fompi.plans.plan import Collective, Compute, Recv, Send
 from fompi.schedules import registry
 
-pytestmark = pytest.mark.ranks(mpich=[1, 2, 3, 8], openmpi=[4])
+pytestmark = [pytest.mark.ranks(mpich=[1, 2, 3, 8], openmpi=[4]), pytest.mark.usefixtures("verified_once")]
 
 
 def assert_same(got, wanted, what):
@@ -35,10 +35,10 @@ def variants(problem, turn=0, most=20):
 def test_every_schedule(world, name, request):
     """Each schedule with two of the five distributions of rows. The numbers are whole, so that sums are exact.
 
-    More than four ranks share few cores. There each schedule has one distribution and one choice of slices.
+    More than three ranks share few cores. There each schedule has one distribution and one choice of slices.
     """
     most, count = 20, 2
-    if world.size > 4:
+    if world.size > 3:
         most, count = 10, 1
         request.getfixturevalue("without_verification")
     problem = catalogue.problems(world.size)[name]
@@ -85,7 +85,7 @@ def test_products_of_other_dtypes(world, dtype, without_verification):
         inputs = catalogue.inputs(problem, sizes, number, small)
         exact = calls.expected(problem, catalogue.widened(inputs, dtype), sizes, world.rank)
         wanted = {key: catalogue.rounded(array, dtype) for key, array in exact.items()}
-        for schedule, slices in variants(problem, number, 3 if world.size < 5 else 1):
+        for schedule, slices in variants(problem, number, 3 if world.size < 4 else 1):
             got = calls.call(problem, inputs[world.rank], sizes, world, schedule=schedule, slices=slices)
             assert_same(got, wanted, f"{name} {schedule} {slices}")
 
@@ -94,7 +94,7 @@ def test_products_of_other_dtypes(world, dtype, without_verification):
 def test_the_same_bits_in_every_run(world, name, request):
     """With random numbers, a different order of a sum gives different bits. The MPI library may sum in any order."""
     most = 4
-    if world.size > 4:  # on few cores
+    if world.size > 3:  # on few cores
         most = 2
         request.getfixturevalue("without_verification")
     problem = catalogue.problems(world.size)[name]

@@ -25,7 +25,7 @@ from fompi.base.errors import (
 )
 from fompi.parallel.data import SGD, AdamW, Buckets, DataParallel
 
-pytestmark = pytest.mark.ranks(mpich=[4], openmpi=[2])
+pytestmark = pytest.mark.ranks(mpich=[2, 4], openmpi=[])
 
 ZEROS = [0, 1, 2, 3]
 WIDTHS = [5, 7, 3, 11, 2]

@@ -8,7 +8,7 @@ import fompi
 from fompi.base.layout import split
 from fompi.parallel.expert import choose, choose_backward, combine, dispatch, experts, experts_of, halves, moe, route
 
-pytestmark = pytest.mark.ranks(mpich=[2], openmpi=[3])
+pytestmark = pytest.mark.ranks(mpich=[2, 3], openmpi=[])
 
 SMALL = {"experts": 5, "h": 3, "f": 2, "n": 4}
 

@@ -18,7 +18,7 @@ from fompi.model.pipeline import placement_of, stages_of
 from fompi.parallel.orders import parts
 from fompi.parallel.pipeline import SCHEDULES, Pipeline, order, plan
 
-pytestmark = pytest.mark.ranks(mpich=[2, 4], openmpi=[3])
+pytestmark = pytest.mark.ranks(mpich=[2, 3, 4], openmpi=[])
 
 NAMED = [name for name in SCHEDULES if name != "interleaved"]
 CHUNKS = {name: 2 if placement_of(name) == "v" else 1 for name in NAMED}

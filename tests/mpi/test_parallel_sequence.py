@@ -8,7 +8,7 @@ import fompi
 from fompi.parallel import heads
 from fompi.parallel.sequence import Sharding, ring_attention, ulysses_attention, usp_attention
 
-pytestmark = pytest.mark.ranks(mpich=[4], openmpi=[3])
+pytestmark = pytest.mark.ranks(mpich=[3, 4], openmpi=[])
 
 STRATEGIES = ring_attention, ulysses_attention, usp_attention
 

@@ -18,7 +18,7 @@ from fompi.parallel.tensor import (
     vocab_parallel_embedding,
 )
 
-pytestmark = pytest.mark.ranks(mpich=[2], openmpi=[3])
+pytestmark = pytest.mark.ranks(mpich=[2, 3], openmpi=[])
 
 STRATEGIES = (
     attention,

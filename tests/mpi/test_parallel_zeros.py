@@ -12,7 +12,7 @@ from strategies import close, drawn, softmax_attention
 import fompi
 from fompi.parallel import expert, sequence, tensor
 
-pytestmark = pytest.mark.ranks(mpich=[2], openmpi=[3])
+pytestmark = pytest.mark.ranks(mpich=[2, 3], openmpi=[])
 
 TENSORS = {  # a strategy: its tensors by the names of their dimensions, and its keywords
     tensor.column_parallel_linear: ("mk", "kn", "n"),

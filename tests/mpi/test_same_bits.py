@@ -20,7 +20,7 @@ from fompi.parallel.tensor import (
     vocab_parallel_embedding,
 )
 
-pytestmark = pytest.mark.ranks(mpich=[2, 3, 4, 8], openmpi=[2, 3])
+pytestmark = [pytest.mark.ranks(mpich=[3, 4, 8], openmpi=[3]), pytest.mark.usefixtures("verified_once")]
 
 LEAVES = 8
 ORDER = Canonical(LEAVES)
@@ -37,7 +37,7 @@ def run_of(comm, total=LEAVES):
     return slice(ends[comm.rank], ends[comm.rank + 1])
 
 
-def data_parallel(comm, zero, clip, optimizer, order=ORDER, steps=20):
+def data_parallel(comm, zero, clip, optimizer, order=ORDER, steps=8):
     """(losses of all leaves, norms, parameters)"""
     start = np.random.default_rng(0)
     shapes = {"a": (17, 9), "b": (9,), "c": (9, 21)}
@@ -91,7 +91,7 @@ def test_without_an_order_the_bits_differ(world, alone):
     assert a != b and one.tobytes() == other.tobytes()
 
 
-def mlp(comm, sequence_parallel, activation, dtype, steps=20):
+def mlp(comm, sequence_parallel, activation, dtype, steps=8):
     """(losses, gradients of x, parameters): y = row(column(x)), a tensor-parallel MLP."""
     start, n, h, rows = np.random.default_rng(0), 24, 9 * LEAVES, 29
     scale, halves = np.dtype(dtype).type(0.2), 2 if activation == "swiglu" else 1
@@ -203,6 +203,12 @@ def test_words(world):
         row_parallel_linear(x, np.ones((6, 3), "f4"), comm=world, order="tree")
 
 
+OF_TORCH = pytest.mark.skipif(
+    fompi.Communicator().size > 4, reason="eight ranks would load torch for seconds; its modules call what is above"
+)
+
+
+@OF_TORCH
 def test_modules_of_torch(world, alone):
     """A model of modules, trained by ZeroDataParallel over micro-batches or by AdamW on tensor-parallel layers."""
     torch = pytest.importorskip("torch")
@@ -246,6 +252,7 @@ def test_modules_of_torch(world, alone):
         assert tensor_parallel(world) == tensor_parallel(alone)
 
 
+@OF_TORCH
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_norms_of_torch(world, alone, kind):
     """Their leaves are rows: the gradients of what all ranks hold have the bits of one rank."""

@@ -25,6 +25,8 @@ from fompi.parallel.tensor import (
     vocab_parallel_embedding,
 )
 
+pytestmark = pytest.mark.ranks(mpich=[2], openmpi=[])
+
 SOON = 3.0
 """All ranks have their error within this many seconds; FOMPI_TIMEOUT is 20."""
 

@@ -13,7 +13,7 @@ from fompi.parallel.data import SGD, AdamW
 from fompi.parallel.orders import order
 from fompi.parallel.step import TrainingStep
 
-pytestmark = pytest.mark.ranks(mpich=[2, 4], openmpi=[3])
+pytestmark = pytest.mark.ranks(mpich=[3, 4], openmpi=[])
 
 FEATURES, HIDDEN, ROWS = 3, 4, 5
 MESHES = {

@@ -10,7 +10,7 @@ import pytest
 import fompi
 from fompi.base.layout import split
 
-pytestmark = pytest.mark.ranks(mpich=[1, 2], openmpi=[3])
+pytestmark = pytest.mark.ranks(mpich=[1, 2, 3], openmpi=[])
 
 DTYPES = ["float64", "float32", "float16", ml_dtypes.bfloat16, "int32", "uint8", "complex128"]
 

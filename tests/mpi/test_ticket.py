@@ -22,7 +22,7 @@ from fompi.ops.ticket import Ticket
 from fompi.runtime.native_run import InC, made_call
 
 pytestmark = [
-    pytest.mark.ranks(mpich=[2, 3], openmpi=[2, 4]),
+    pytest.mark.ranks(mpich=[2, 3], openmpi=[2]),
     pytest.mark.skipif(os.environ.get("FOMPI_ENGINE") == "python", reason="calls run in Python"),
 ]
 

@@ -10,7 +10,7 @@ from meanings import BASIC, CASES
 
 import fompi
 
-pytestmark = pytest.mark.ranks(mpich=[1, 2, 3], openmpi=[4])
+pytestmark = pytest.mark.ranks(mpich=[1, 2, 3], openmpi=[])
 
 WEIGHTED = [case for case in BASIC if case.weights and case.dim != 1]
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

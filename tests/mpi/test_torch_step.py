@@ -9,7 +9,7 @@ import torch
 import fompi
 import fompi.torch
 
-pytestmark = pytest.mark.ranks(mpich=[2, 4], openmpi=[3])
+pytestmark = pytest.mark.ranks(mpich=[3, 4], openmpi=[])
 
 FEATURES, HIDDEN, ROWS, VOCABULARY = 3, 4, 5, 7
 MESHES = {

@@ -115,11 +115,11 @@ def test_mutations_that_are_almost_always_refused(name):
     assert refused >= 0.95 * made
 
 
-def test_count_of_harmless_mutants_that_are_refused(record_property):
-    """This test reports a figure and requires nothing: how many refused mutants give right results in the twin."""
+def test_few_harmless_mutants_are_refused(record_property):
+    """At most one in ten refused mutants gives right results in the twin: the rules of `verify` ask for little more."""
     random, counts = Random(0), Counter()
     with np.errstate(all="ignore"):
-        while counts["refused"] < 150:
+        while counts["refused"] < 100:
             plan = right_plan(random)
             _, changed = mutant(plan, random)
             try:
@@ -128,4 +128,4 @@ def test_count_of_harmless_mutants_that_are_refused(record_property):
                 counts["refused"] += 1
                 counts["harmless"] += difference(plan, changed) is None
     record_property("harmless among the refused", f"{counts['harmless']} of {counts['refused']}")
-    print(f"{counts['harmless']} of {counts['refused']} refused mutants give right results in the twin")
+    assert counts["harmless"] <= 0.1 * counts["refused"], counts
