@@ -207,7 +207,7 @@ def test_a_machine_of_the_environment_that_is_not_there():
 @pytest.mark.parametrize("arguments", WRONG)
 def test_an_error_is_one_line(arguments):
     _, error = run(*arguments.split(), status=2)
-    assert error.startswith("fompi: ") and error.count("\n") == 1 and WRONG[arguments] in error
+    assert error.startswith(("fompi: ", "python -m fompi ")) and error.count("\n") == 1 and WRONG[arguments] in error
 
 
 @pytest.mark.parametrize("arguments", MISSPELT)
