@@ -102,7 +102,6 @@ class Channel:
         self.stopped: dict[int, tuple[str, str]] = {}  # rank -> the work that it has stopped, and why
         self.section: Any = None  # the section of calls that this rank is in (`fompi.parallel.section`)
         self.ended: dict[int, dict[int, Ended]] = {}  # key of a section -> rank -> how far that rank has come
-        self.told: set[int] = set()  # the sections that this rank has ended by an error, by key: all have its counts
         self.lost: PeerError | None = None  # another rank has ended that section: waits end with this error
         self.left: Any = None  # the section that this rank has left last
         self.ending: Any = None  # the section that has ended by an error, until the counts of all ranks are here
@@ -207,7 +206,7 @@ class Channel:
                 section.look()
                 break
         else:
-            if ended.words and key not in self.told:
+            if ended.words:
                 calls, sent, received = self.comm.begun_with(sender)
                 first = -1 if key % (1 << ORDINAL_BITS) else key >> ORDINAL_BITS
                 self.send(sender, ENDED, key, Ended(max(calls, first), sent, received).encoded())

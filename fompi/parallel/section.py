@@ -80,9 +80,7 @@ class Section:
         self._is_left = True
         for (channel, (comm, _)), outside in zip(self.begun.items(), self._outside, strict=True):
             with comm.engine.lock:
-                channel.section, channel.lost = outside, None
-        for channel in self.keys:
-            channel.left = self
+                channel.section, channel.lost, channel.left = outside, None, self
         if error is not None:
             self.whole.end_by(error)
             for channel, (comm, _) in self.begun.items():
@@ -116,8 +114,6 @@ class Section:
         Nobody waits for anybody. Inside of another one nothing happens: it ends with that.
         """
         for channel in engine.channels if self._ends_with is None else ():
-            if channel.ending is not None:  # the end of that section may change which call is the last one
-                channel.ending._wait(channel.comm, channel, LATE_SECONDS)
             calls, count = channel.comm.calls, channel.shared[1] + 1 if channel.shared[0] == channel.comm.calls else 1
             channel.shared = calls, count
             self.keys[channel] = (calls + 1 << ORDINAL_BITS) + count
@@ -127,19 +123,19 @@ class Section:
         """If another rank has ended it by an error, so does this one: its wait ends, or else its next call."""
         if self.error is not None:
             return
-        for channel, key in self.keys.items():
-            for known in [known for known in channel.ended.get(key, {}).values() if known.words]:
+        for channel, (comm, _) in self.begun.items():
+            for known in [known for known in channel.ended.get(self.keys[channel], {}).values() if known.words]:
                 if not self._is_left:
                     for other in self.begun:
-                        other.lost = _error_of(known, channel.comm)
+                        other.lost = _error_of(known, comm)
                 else:
-                    self._end_late(_error_of(known, channel.comm))
+                    self._end_late(_error_of(known, comm))
                 return
 
     def _end_late(self, error: PeerError) -> None:
         """This rank had done its part. Its next call ends with the error, or the one in flight, if that is refused."""
         error.add_note("fompi: this rank had done its part")
-        for channel in self.keys if self._told else ():
+        for channel in self.begun if self._told else ():
             channel.owed = self
         self.end_by(error)
 
@@ -154,7 +150,7 @@ class Section:
 
     def pay(self) -> BaseException | None:
         """The error that this rank has not seen yet. Now it has."""
-        for channel in self.keys:
+        for channel in self.begun:
             channel.owed = None
         return None if self.error is None else without_frames(self.error)  # who raises it gives it frames
 
@@ -195,7 +191,6 @@ class Section:
                         ended = Ended(calls, sent, received, origin, words)
                         channel.send(peer, ENDED, key, ended.encoded())
                 channel.ending = self
-                channel.told.add(key)
                 self.settle(channel)
 
     def settle(self, channel: Channel) -> None:

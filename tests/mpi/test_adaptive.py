@@ -248,7 +248,6 @@ def test_ranks_that_wait_in_different_ways(own, monkeypatch):
                     pass
             else:
                 assert (step() == y).all()
-        assert step._usual > 0 or own.size == 1, "rank 0 has the times of the others"
     numbers = [int(re.search(r"before call (\d+) of", words)[1]) for words in compared if "comparison" in words]
     assert numbers == [adaptive.CHECK_CALLS + 1, 2 * adaptive.CHECK_CALLS + 1]
 

@@ -312,25 +312,6 @@ def test_an_error_before_the_first_call_is_not_one_of_a_later_interleave(world, 
         assert fompi.interleave(lambda: other.barrier(), lambda: other.barrier()) == [None, None]
 
 
-@pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="there is no other rank")
-@pytest.mark.parametrize("calls", [1, 0])
-def test_errors_one_after_the_other_are_each_of_their_own_interleave(world, calls):
-    """The rank that fails has met no communicator. The ends are on their way as the next one begins."""
-    if world.size > 3 and not calls:
-        pytest.skip("an error of functions that make no calls may be late there")
-    for turn in range(12):
-        failing = turn // 2 % world.size
-
-        def first(turn=turn, failing=failing):
-            if world.rank == failing:
-                raise Injected(f"turn {turn}")
-
-        with pytest.raises((Injected, fompi.PeerError), match=r"turn \d+"):
-            fompi.interleave(first, lambda: [world.barrier() for _ in range(calls)])
-            fompi.all_reduce(np.ones(3), comm=world)  # where functions make no calls, the others hear of it here
-    assert float(fompi.all_reduce(np.ones(1), comm=world)[0]) == world.size
-
-
 def model(comm, seed):
     torch.manual_seed(seed)
     return torch.nn.Sequential(nn.MoE(6, 4, 5, 2, comm=comm), torch.nn.Tanh(), nn.MoE(6, 4, 5, 2, comm=comm))

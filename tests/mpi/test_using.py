@@ -46,7 +46,9 @@ def test_a_communicator_with_keywords_is_the_same_communicator(world, tp):
     before = world.calls
     tp.barrier()
     assert world.calls == tp.calls == before + 1
-    assert copy.deepcopy(tp) is tp and pickle.loads(pickle.dumps(tp)) is tp
+    with world.split(0, world.rank, "of a pickle") as part:  # several others are called world
+        carrier = part.using(wire="int8")
+        assert copy.deepcopy(carrier) is carrier and pickle.loads(pickle.dumps(carrier)) is carrier
     assert fompi.Communicator.of(tp) is tp and dict(tp.how) == {"wire": "int8"} and not world.how
 
 
