@@ -170,7 +170,7 @@ WRONG = {
     f"simulate {GATHER} --save /no/such/folder/trace.json": "No such file or directory",
     "try 64,64": "a shape is M,K,N, for example 4096,4096,4096, not '64,64'",
     "try 0,8,8": "'0,8,8': each size must be an integer >= 1",
-    "try -1,8,8": "'-1,8,8': each size must be an integer >= 1",
+    "try 8,-1,8": "'8,-1,8': each size must be an integer >= 1",
     "try 8,8,8 --op ring": "unrecognized arguments: --op ring (`",
     "bench --like 64": "a shape is M,K,N",
     "bench --device software --like 64": "a shape is M,K,N",
