@@ -147,14 +147,14 @@ def legs() -> tuple[Leg, ...]:
     found = [
         Leg("lint", "quick", 60, ("sh", "-c", lint), is_pytest=False, row=QUICK),
         Leg("types", "quick", 240, ("mypy",), is_pytest=False, row=QUICK),
-        Leg("pure", "quick", 300, ("-n", "2", "-W", "error", "tests/pure"), row=QUICK),
+        Leg("pure", "quick", 450, ("-n", "2", "-W", "error", "tests/pure"), row=QUICK),
         Leg("local", "mpich", 360, ("-n", "2", "-W", "error", *OF_TORCH, "tests/local")),
     ]
     for mpi in MPIS:
         ranks_of_files = {path: ranks_of(path)[mpi] for path in sorted((ROOT / "tests/mpi").glob("test_*.py"))}
         for size in sorted({size for sizes in ranks_of_files.values() for size in sizes}):
             files = [f"tests/mpi/{path.name}" for path, sizes in ranks_of_files.items() if size in sizes]
-            found.append(Leg(f"mpi-{mpi}-{size}", mpi, 420 if size == 2 else 300, ("--with-mpi", *files), ranks=size))
+            found.append(Leg(f"mpi-{mpi}-{size}", mpi, 600 if size == 2 else 300, ("--with-mpi", *files), ranks=size))
     if (ROOT / "tests/docs").exists():
         found.append(Leg("docs", "mpich", 600, ("-n", "2", "--dist", "loadgroup", "tests/docs"), row=WAITS))
     found.append(Leg("slurm", "mpich", 420, ("-n", "2", "tests/slurm"), row=WAITS))  # both MPIs; it needs Slurm

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import socket
 import sys
 import textwrap
@@ -66,9 +68,12 @@ WAYS = (
 
 
 def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port that the system gives to nobody by itself: a connection of another test may have any of those."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("", port))
+            return port
 
 
 def run(folder, size, how, backend, method, ending, seconds=50.0):
