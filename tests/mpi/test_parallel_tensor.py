@@ -559,16 +559,12 @@ def test_heads_that_do_not_fit(world):
 
 def test_tokens_outside_the_vocabulary(world):
     table = np.ones((3, 2))
+    error = (fompi.LayoutError, fompi.PeerError)  # a rank may hear of another one before it looks at its own tokens
     for wrong in (3 * world.size, -1):
         call = lambda wrong=wrong: vocab_parallel_embedding(np.array([0, wrong]), table, comm=world)  # noqa: E731
-        refused(world, None, fompi.LayoutError, call, f"token {wrong}")
-    refused(
-        world,
-        None,
-        fompi.LayoutError,
-        lambda: vocab_parallel_cross_entropy(table, np.full(3, 99), comm=world),
-        "target 99",
-    )
+        refused(world, None, error, call, f"token {wrong}")
+    wrong_target = lambda: vocab_parallel_cross_entropy(table, np.full(3, 99), comm=world)  # noqa: E731
+    refused(world, None, error, wrong_target, "target 99")
     refused(world, None, fompi.DtypeError, lambda: vocab_parallel_embedding(np.ones(2), table, comm=world), "integer")
     smoothed = lambda: vocab_parallel_cross_entropy(table, tokens[:3], comm=world, label_smoothing="x")  # noqa: E731
     tokens = np.zeros(3, np.uint8 if world.rank else np.int64)  # any integer dtype
