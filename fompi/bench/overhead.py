@@ -67,8 +67,8 @@ def _calls(bench: Bench) -> int:
 
 def all_reduces(bench: Bench) -> Iterator[Row]:
     comm, x, y = bench.comm, np.ones(NBYTES // 4, np.float32), np.empty(NBYTES // 4, np.float32)
-    with fompi.all_reduce.bind(x, out=y, comm=comm) as bound:
-        contestants = {
+    with fompi.bind(plan("all_reduce", x, comm.size), comm=comm, x=x, out=y) as bound:
+        contestants: dict[str, Call] = {
             LIBRARY: partial(bench.mpi.Allreduce, x, y),
             BOUND: bound,
             UNBOUND: partial(fompi.all_reduce, x, comm=comm),

@@ -251,7 +251,8 @@ class Communicator(Shared):
         A default takes a keyword away: `tp.using(wire=None)`.
 
         Not collective: ranks, memory and calls in flight are those of this communicator. All ranks must give the same
-        keywords. Raises ArgumentError for another keyword, and DtypeError for a wire that does not exist.
+        keywords. What `split` makes carries none. Raises ArgumentError for another keyword, and DtypeError for a wire
+        that does not exist.
         """
         wanted = carried(self.how, how)
         if not wanted:

@@ -103,7 +103,7 @@ class Executor(BoundPlan):
     def __call__(self, counts: Any = None, label: int | str | None = None, out: Any = None, **tensors: Any) -> Any:
         """Run one call and return its result, as `wait` does."""
         is_bare = not tensors and out is None and label is None and counts is None
-        if is_bare and not has_moved(self._seen) and self._begins_in_c():
+        if is_bare and not (self._seen and has_moved(self._seen)) and self._begins_in_c():
             return self._results_in_c() if self._run is None else self.wait()
         self._start((), counts, label, awaited=True, tensors=tensors if out is None else {**tensors, "y": out})
         return self.wait()

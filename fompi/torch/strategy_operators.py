@@ -24,7 +24,7 @@ from fompi.base.nested import flatten
 from fompi.ops.adjoints import DIFFERENTIABLE, Call
 from fompi.ops.operation import Operation
 from fompi.parallel import expert, sequence, tensor
-from fompi.parallel.differentiable import Differentiable
+from fompi.parallel.differentiable import COMMS, Differentiable
 from fompi.parallel.section import Section
 from fompi.plans.meaning import MEANING
 from fompi.torch import private
@@ -63,8 +63,6 @@ STRATEGIES: dict[str, Differentiable] = GROUPED | {
 }
 INTEGERS = ("tokens", "targets")
 """Tensors without a gradient."""
-
-COMMS = ("comm", "ring", "ulysses")
 
 PARAMETERS = {name: [*f.__signature__.parameters] for name, f in STRATEGIES.items()}
 POSITIONAL = {name: positional(f) for name, f in STRATEGIES.items()}
