@@ -7,6 +7,7 @@
 # `make test-device`  compiles the kernels for GPUs, without a GPU: it needs NVRTC and Triton (700 MB).
 # `make test-torch VERSION=2.10.0`  tests the backend of torch.distributed on that version, in build/torch-2.10.0.
 # `make test-gpu`  runs tests/gpu on the GPU of this host. CUDA=12 takes the CuPy for CUDA 12.
+# `make release`  builds the sdist and the wheels in dist/, and tries them; it needs qemu-user-static.
 # `make soak`  runs the tests that repeat for long. Continuous integration does not.
 #
 # An environment is made once, and again when pyproject.toml or the calls in C change: a stamp file has the date. PYTHON chooses the
@@ -28,7 +29,7 @@ TORCH_INDEX ?=
 NATIVE = $(wildcard setup.py fompi/native/*.[ch])
 FRAMEWORKS = $(filter torch jax,$(subst =, ,$(ARGS)))
 
-.PHONY: run lab quick test test-device test-torch test-gpu test-gpu-here soak docs wheelhouse environments test-mpich \
+.PHONY: run lab quick test test-device test-torch test-gpu test-gpu-here soak docs wheelhouse release environments test-mpich \
 	test-openmpi lint format clean
 
 run: .venv/.ready-run $(FRAMEWORKS:%=.venv/.ready-%)
@@ -87,6 +88,10 @@ wheelhouse:
 		--wheel-dir build/wheelhouse '.$(WITH:%=[%])'
 	@echo "build/wheelhouse holds `ls build/wheelhouse | wc -l` wheels. Copy it, and install from it:"
 	@echo "  pip install --no-index --find-links wheelhouse 'fompi$(WITH:%=[%])'"
+
+# `zig cc` compiles the wheels. See tools/release.py.
+release: .venv-quick/.ready-quick
+	@.venv-quick/bin/python tools/release.py $(ARGS)
 
 environments: .venv/.ready-test .venv-openmpi/.ready-test
 

@@ -6,6 +6,8 @@
 #include <math.h>
 #include <string.h>
 
+#include "processor.h"
+
 enum {
     ROWS_OF_BLOCK = 96, BYTES_ACROSS = 4096, /* of a block of sums: those of some leaves stay in the second cache */
     DEPTH = 192,        /* steps of the chains between two loads of the sums */
@@ -117,12 +119,12 @@ typedef struct {
 /* One row, or a few, have tiles of their own: the time is that of reading w. */
 static Tiles tiles_of(int32_t is_wide, int64_t m) {
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f")) {
+    if (processor_level() == AVX_512) {
         if (m == 1) return (Tiles){1, is_wide ? 16 : 32, f32_avx512_1, f64_avx512_1, turn_f32, turn_f64};
         if (m <= 4) return (Tiles){4, is_wide ? 32 : 64, f32_avx512_4, f64_avx512_4, turn_f32, turn_f64};
         return (Tiles){12, is_wide ? 16 : 32, f32_avx512, f64_avx512, turn_f32, turn_f64};
     }
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    if (processor_level() >= X86_64_V3) {
         if (m == 1) return (Tiles){1, is_wide ? 8 : 16, f32_avx2_1, f64_avx2_1, NULL, NULL};
         return (Tiles){6, is_wide ? 8 : 16, f32_avx2, f64_avx2, NULL, NULL};
     }

@@ -54,6 +54,8 @@ enum { MOVED = 1, HAS_ENDED = 2, HAS_READY = 4 }; /* what `Library.poll` returns
 typedef intptr_t Handle;
 typedef struct Call Call;
 
+static Kernel *compute; /* of this processor */
+
 typedef struct { /* the dtype `OP` of fompi.runtime.lower */
     int32_t kind, kernel, flags, peer, number, divisor; /* flags of a kernel: its operands that are float32 */
     int32_t buffers[3]; /* of a message: the first. Of a kernel: two operands (or one) and the result */
@@ -185,7 +187,7 @@ static void wait_until(pthread_cond_t *condition, Library *mpi, double until) {
 static char *at(const Call *c, const Op *o, int k) { return c->bases[o->buffers[k]] + o->offsets[k]; }
 
 static void run_kernel(Call *c, const Op *o) {
-    if (o->count) kernel_run(o->kernel, o->dtype, o->divisor, o->flags, at(c, o, 0), at(c, o, 1), at(c, o, 2), o->count);
+    if (o->count) compute(o->kernel, o->dtype, o->divisor, o->flags, at(c, o, 0), at(c, o, 1), at(c, o, 2), o->count);
 }
 
 static void release(Call *c, const int32_t *from, const int32_t *to, int32_t i) {
@@ -1331,7 +1333,7 @@ static PyObject *run_one_kernel(PyObject *self, PyObject *args) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-    if (count > 0) kernel_run(kernel, dtype, divisor, flags, (char *)(uintptr_t)a, (char *)(uintptr_t)b, (char *)(uintptr_t)c, count);
+    if (count > 0) compute(kernel, dtype, divisor, flags, (char *)(uintptr_t)a, (char *)(uintptr_t)b, (char *)(uintptr_t)c, count);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -1391,6 +1393,7 @@ static const struct { const char *name; long value; } numbers[] = { /* for `fomp
 
 PyMODINIT_FUNC PyInit__native(void) {
     PyObject *made = PyModule_Create(&module);
+    compute = kernel_for_processor();
     if (made == NULL) return NULL;
     library_type = PyType_FromSpec(&library_spec);
     call_type = PyType_FromSpec(&call_spec);

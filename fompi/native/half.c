@@ -27,7 +27,7 @@ INLINE float combined(int32_t kernel, float a, float b, float by) {
                 ((type *)c)[i] = from_float(z);                                                                        \
         }                                                                                                              \
     }                                                                                                                  \
-    FAST static void name(int32_t kernel, int32_t wide, const char *a, const char *b, char *c, int64_t n, float by) {  \
+    static void name(int32_t kernel, int32_t wide, const char *a, const char *b, char *c, int64_t n, float by) {  \
         switch (8 * kernel + wide) { LOOPS(name##_loop, COPY) LOOPS(name##_loop, ADD) LOOPS(name##_loop, PROD)         \
                                      LOOPS(name##_loop, MEAN) LOOPS(name##_loop, MAX) LOOPS(name##_loop, MIN) }                                                        \
     }
@@ -36,19 +36,18 @@ HALF(half_bf16, uint16_t, widen, narrow)
 #define FLOAT16_OF(x) ((float16)(x))
 HALF(half_f16, float16, FLOAT_OF, FLOAT16_OF)
 
-#if HAS_FLOAT16 && defined(__x86_64__) && !defined(__clang__)
+#if HAS_FLOAT16 && defined(IS_V3)
 /* GCC makes no vectors of conversions of float16. So they are made here, a block at a time: the sums are those of float32. */
 #include <immintrin.h>
 #define BLOCK 512
-#define F16C __attribute__((target("avx,f16c")))
 
-F16C static void widen_f16(const float16 *from, float *to, int64_t n) {
+static void widen_f16(const float16 *from, float *to, int64_t n) {
     int64_t i = 0;
     for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i))));
     for (; i < n; i++) to[i] = (float)from[i];
 }
 
-F16C static void narrow_f16(const float *from, float16 *to, int64_t n) {
+static void narrow_f16(const float *from, float16 *to, int64_t n) {
     int64_t i = 0;
     for (; i + 8 <= n; i += 8)
         _mm_storeu_si128((__m128i *)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
@@ -66,16 +65,13 @@ static void blocks_f16(int32_t kernel, int32_t wide, const char *a, const char *
         if (!(wide & 4)) narrow_f16(z, (float16 *)c + at, count);
     }
 }
-
-static int has_f16c(void) { return __builtin_cpu_supports("avx") && __builtin_cpu_supports("f16c"); }
 #else
 #define blocks_f16 half_f16
-static int has_f16c(void) { return 0; }
 #endif
 
 int is_half(int32_t dtype) { return dtype == BFLOAT16 || (dtype == FLOAT16 && HAS_FLOAT16); }
 
 void half_run(
     int32_t kernel, int32_t dtype, int32_t wide, const char *a, const char *b, char *c, int64_t count, float by) {
-    (dtype == BFLOAT16 ? half_bf16 : has_f16c() ? blocks_f16 : half_f16)(kernel, wide, a, b, c, count, by);
+    (dtype == BFLOAT16 ? half_bf16 : blocks_f16)(kernel, wide, a, b, c, count, by);
 }

@@ -1,4 +1,4 @@
-/* What the files of kernels share: numbers, half types, and functions that are compiled for several processors. */
+/* What the files of kernels share: numbers and half types. */
 #pragma once
 #include <stdint.h>
 
@@ -6,12 +6,6 @@
 enum { COPY, ADD, PROD, MEAN, MAX, MIN, ENCODE, DECODE, DECODE_ADD };
 enum { BYTE, FLOAT32, FLOAT64, BFLOAT16, UINT8, UINT16, UINT32, UINT64, COMPLEX64, COMPLEX128, FLOAT16, INT8, INT16, INT32, INT64 };
 enum { WIRE_BFLOAT16, WIRE_FLOAT16, WIRE_INT8, WIRE_FP8, WIRE_INT4 };
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__gnu_linux__)
-#define FAST __attribute__((target_clones("arch=x86-64-v3", "default")))
-#else
-#define FAST
-#endif
 
 #ifdef __FLT16_MAX__
 #define HAS_FLOAT16 1

@@ -10,7 +10,7 @@
 #include "wire.h"
 
 #define COMBINE(name, type, expression)                                                 \
-    FAST static void name(const type *a, const type *b, type *c, int64_t n, type by) { \
+    static void name(const type *a, const type *b, type *c, int64_t n, type by) { \
         (void)by;                                                                       \
         for (int64_t i = 0; i < n; i++) c[i] = (type)(expression);                      \
     }
@@ -56,11 +56,11 @@ int64_t kernel_nbytes(int32_t kernel, int32_t dtype, int32_t divisor, int32_t wi
     return width ? width * count : -1;
 }
 
-#define RUN(name, type, n) name((const type *)a, (const type *)b, (type *)c, n, (type)divisor)
-#define MAX_OR_MIN(type, suffix) (kernel == MAX ? RUN(max_##suffix, type, count) : RUN(min_##suffix, type, count))
+#define APPLY(name, type, n) name((const type *)a, (const type *)b, (type *)c, n, (type)divisor)
+#define MAX_OR_MIN(type, suffix) (kernel == MAX ? APPLY(max_##suffix, type, count) : APPLY(min_##suffix, type, count))
 #define ANY(type, suffix)                         \
-    (kernel == ADD    ? RUN(add_##suffix, type, count)  \
-     : kernel == PROD ? RUN(prod_##suffix, type, count) \
+    (kernel == ADD    ? APPLY(add_##suffix, type, count)  \
+     : kernel == PROD ? APPLY(prod_##suffix, type, count) \
                       : MAX_OR_MIN(type, suffix))
 
 static void run_of_wire(int32_t kernel, int32_t wire, int32_t dtypes, const char *a, const char *b, char *c, int64_t count) {
@@ -80,9 +80,9 @@ void kernel_run(
     }
     switch (dtype) {
     case COMPLEX64: count *= 2; /* fall through */
-    case FLOAT32: is_mean ? RUN(mean_f32, float, count) : ANY(float, f32); break;
+    case FLOAT32: is_mean ? APPLY(mean_f32, float, count) : ANY(float, f32); break;
     case COMPLEX128: count *= 2; /* fall through */
-    case FLOAT64: is_mean ? RUN(mean_f64, double, count) : ANY(double, f64); break;
+    case FLOAT64: is_mean ? APPLY(mean_f64, double, count) : ANY(double, f64); break;
     case BFLOAT16: /* fall through */
     case FLOAT16: half_run(kernel, dtype, wide, a, b, c, count, (float)divisor); break;
     case UINT8: ANY(uint8_t, u8); break;

@@ -153,7 +153,7 @@ INLINE void decode(int32_t wire, int32_t from, int32_t to, const char *m, const 
 }
 
 /* What is finite stays finite: it is cut where rounding would make it infinite. */
-FAST static void encode_bfloat16(const float *a, uint16_t *m, int64_t count) {
+static void encode_bfloat16(const float *a, uint16_t *m, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
         uint32_t bits = bits_of_float(a[i]);
         m[i] = narrow(float_of_bits((bits & 0x7FFFFFFF) - 0x7F7F8000 < 0x8000 ? bits & 0xFFFF0000 : bits));
@@ -171,16 +171,16 @@ static void run_half(int32_t kernel, int32_t wire, int32_t from, int32_t to, con
 }
 
 #define ENCODES(wire, dtype) \
-    FAST static void encode_##wire##_##dtype(const char *a, char *m, int64_t n) { encode(wire, dtype, a, m, n); }
+    static void encode_##wire##_##dtype(const char *a, char *m, int64_t n) { encode(wire, dtype, a, m, n); }
 #define DECODES(wire, from, to)                                                                          \
-    FAST static void decode_##wire##_##from##_##to(const char *m, const char *b, char *c, int64_t n) { \
+    static void decode_##wire##_##from##_##to(const char *m, const char *b, char *c, int64_t n) { \
         decode(wire, from, to, m, b, c, n);                                                              \
     }
 #define EACH_DTYPE(each, wire) each(wire, FLOAT32) each(wire, BFLOAT16) each(wire, FLOAT16)
 #define ALL(wire) EACH_DTYPE(ENCODES, wire) DECODES(wire, FLOAT32, FLOAT32)
 ALL(WIRE_INT8) ALL(WIRE_FP8) ALL(WIRE_INT4)
 
-FAST static void decode_any(int32_t wire, int32_t from, int32_t to, const char *m, const char *b, char *c, int64_t n) {
+static void decode_any(int32_t wire, int32_t from, int32_t to, const char *m, const char *b, char *c, int64_t n) {
     decode(wire, from, to, m, b, c, n);
 }
 
