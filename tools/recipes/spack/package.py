@@ -1,0 +1,25 @@
+# A package for Spack: `fompi` on the MPI and the Python of the site.
+#
+#   spack create --name py-fompi --template python     # once; then this file in its place
+#   spack install py-fompi ^mpich
+#
+# Not run here: Spack is not on the machine of the tests.
+
+from spack.package import *
+
+
+class PyFompi(PythonPackage):
+    """A runtime on MPI that hides communication behind computation, for any array framework."""
+
+    license("BSD-3-Clause")
+
+    version("main", branch="main")
+
+    depends_on("c", type="build")
+    depends_on("python@3.11:", type=("build", "run"))
+    depends_on("py-setuptools@77:", type="build")
+    depends_on("py-numpy@1.26:", type=("build", "run"))
+    depends_on("py-mpi4py@4:", type=("build", "run"))
+    depends_on("mpi", type="run")
+
+    import_modules = ["fompi", "fompi.native._native"]
