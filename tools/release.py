@@ -1,9 +1,10 @@
 """Builds what is published, in dist/, and tries it: `make release`.
 
-- An sdist, and from it wheels for x86_64 and aarch64, which need Linux with glibc 2.17, any Python from 3.11 on, and any
-  MPI. `zig cc` compiles them; nothing of this machine is in them.
-- They are judged: auditwheel, abi3audit, check-wheel-contents, twine, validate-pyproject. A wheel without the part in C
-  is refused: `setup.py` lets a failed compiler pass, because fompi also works without that part.
+- An sdist, and from it wheels for x86_64 and aarch64, which need Linux with glibc 2.17, any Python from 3.11 on, and
+  any MPI. `zig cc` compiles them; nothing of this machine is in them.
+- They are judged: auditwheel, abi3audit, check-wheel-contents, twine; and the texts beside them: validate-pyproject,
+  check-jsonschema. A wheel without the part in C is refused: `setup.py` lets a failed compiler pass, because fompi
+  also works without that part.
 - tests/release installs and runs them, each in an empty environment: needs `apt-get install qemu-user-static`.
 
 The tools are in build/release. `--no-tests` only builds and judges.
@@ -20,6 +21,7 @@ import tomllib
 import venv
 import zipfile
 from argparse import ArgumentParser
+from collections.abc import Mapping
 from os import environ
 from pathlib import Path
 
@@ -31,11 +33,16 @@ GLIBC = "2.17"
 ARCHITECTURES = ("x86_64", "aarch64")
 
 
-def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> str:
+def run(*command: str | Path, variables: Mapping[str, str] = {}) -> str:
     """The output of a command. The release ends if it fails."""
     print("$", *(Path(word).name if isinstance(word, Path) else word for word in command), flush=True)
     done = subprocess.run(
-        [*map(str, command)], cwd=cwd, env={**environ, **variables}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [*map(str, command)],
+        cwd=cwd,
+        env={**environ, **variables},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     if done.returncode:
         sys.exit(f"{done.stdout}\nThe release ends here: this command failed, with exit status {done.returncode}.")
@@ -77,7 +84,17 @@ def build_wheel(source: Path, architecture: str) -> Path:
     compiler = f"{PYTHON} -m ziglang cc -target {architecture}-linux-gnu.{GLIBC} -I{headers()}"
     tag = f"manylinux_{GLIBC.replace('.', '_')}_{architecture}"
     variables = {"CC": compiler, "LDSHARED": f"{compiler} -shared -s", "_PYTHON_HOST_PLATFORM": f"linux-{architecture}"}
-    run(PYTHON, "-m", "build", "--wheel", "--outdir", DIST, f"-C--build-option=--plat-name={tag}", source, **variables)
+    run(
+        PYTHON,
+        "-m",
+        "build",
+        "--wheel",
+        "--outdir",
+        DIST,
+        f"-C--build-option=--plat-name={tag}",
+        source,
+        variables=variables,
+    )
     (wheel,) = DIST.glob(f"*{architecture}.whl")
     return wheel
 
@@ -93,7 +110,17 @@ def judge(wheel: Path) -> None:
     if f'"{wheel.stem.split("-")[-1]}"' not in shown.replace("\n", " "):
         sys.exit(f"{shown}\n{wheel.name} needs more than its name says.")
     tool("abi3audit", "--strict", wheel)
-    tool("check-wheel-contents", "--ignore=W004", wheel)
+    tool("check-wheel-contents", wheel)
+
+
+def judge_texts() -> None:
+    tool("validate-pyproject", "pyproject.toml")
+    for schema, found in (
+        ("github-workflows", sorted(ROOT.glob(".github/workflows/*.yml"))),
+        ("compose-spec", [ROOT / "tools/recipes/containers/compose.yaml"]),
+        ("citation-file-format", [ROOT / "CITATION.cff"]),
+    ):
+        tool("check-jsonschema", "--builtin-schema", f"vendor.{schema}", *found)
 
 
 def main() -> None:
@@ -103,7 +130,7 @@ def main() -> None:
     install_tools()
     for old in DIST.glob("*"):
         old.unlink()
-    tool("validate-pyproject", "pyproject.toml")
+    judge_texts()
     sdist = build_sdist()
     source = BUILD / "source"
     shutil.rmtree(source, ignore_errors=True)

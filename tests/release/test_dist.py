@@ -15,6 +15,8 @@ DIST = ROOT / "dist"
 BITS = Path(__file__).with_name("bits.py")
 ARM = ROOT / "build/release/aarch64"
 
+pytestmark = pytest.mark.timeout(1800)  # pip downloads
+
 BACKEND = """
 import torch
 import torch.distributed as dist
@@ -27,7 +29,9 @@ assert x.tolist() == [3.0] * 3
 
 
 def run(*command, seconds=600, **variables):
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "FOMPI_", "VIRTUAL_ENV"))}
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "FOMPI_", "VIRTUAL_ENV"))
+    }
     done = subprocess.run([*map(str, command)], env=clean | variables, text=True, capture_output=True, timeout=seconds)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
