@@ -38,7 +38,7 @@ def run(*command: str | Path, variables: Mapping[str, str] = {}) -> str:
     print("$", *(Path(word).name if isinstance(word, Path) else word for word in command), flush=True)
     done = subprocess.run(
         [*map(str, command)],
-        cwd=cwd,
+        cwd=ROOT,
         env={**environ, **variables},
         text=True,
         stdout=subprocess.PIPE,
