@@ -2,7 +2,7 @@
 
 A rank runs one product and one sum or copy at a time. On a device the host enqueues them one by one: at once
 what waits for kernels only, and what waits for a message when that is there. Messages are in `fompi.model.network`.
-`Walk` is refined by the digital twin, which adds data and random durations.
+`Walk` is refined by the digital twin of the tests (`tests/twin.py`), which adds data and random durations.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import catalogue
 import foreign
 import numpy as np
 import pytest
+from twin import twin
 
 import fompi
 from fompi.backends.numpy import Numpy
@@ -16,7 +17,6 @@ from fompi.foreign import msccl
 from fompi.foreign.algorithm import ScheduleError
 from fompi.foreign.proof import check
 from fompi.foreign.translate import plan_of
-from fompi.model.twin import twin
 from fompi.plans.conditions import reference
 from fompi.plans.verify import verify
 
