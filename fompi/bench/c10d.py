@@ -29,7 +29,7 @@ SIZES = (64, 1 << 10, 1 << 14, 1 << 16, 1 << 20, 1 << 24, 100_000_000)
 QUICK_SIZES = (1 << 10,)
 
 SECONDS, MOST_CALLS, WARMUP = 0.02, 200, 2
-"""About how long a turn takes, how many calls it has at most, and how many calls before it do not count."""
+"""About how long a run takes, how many calls it has at most, and how many calls before it do not count."""
 
 SMALL_NBYTES, MOST_ABOVE_MPI = 1 << 16, 25
 """Asked up to this size: 3 times as fast as gloo, and at most this many microseconds more than MPI."""

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=DEVICES, help="on buffers of a device: fused (or no suite), collectives, parallel, step"
     )
     parser.add_argument("--ranks", type=int, default=2, help="outside of mpirun: how many to start (2)")
-    parser.add_argument("--rounds", type=int, default=15, help="turns of every contestant (15)")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds in which every contestant runs (15)")
     parser.add_argument("--row", metavar="WORDS", default="", help="only the rows with these words in their name")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller rows")
     parser.add_argument(

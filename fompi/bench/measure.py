@@ -124,7 +124,7 @@ class Bench:
         return alternate(self.mpi, contestants, rounds or self.options.rounds, **{"idle": self.cluster.idle, **how})
 
     def row(self, what: str, calls: Calls, **fields: Any) -> Row:
-        """The calls, timed in turns."""
+        """The calls, timed in rounds."""
         return self.row_of(what, self.times(calls), **fields)
 
     def row_of(self, what: str, samples: Mapping[str, Sequence[float]], **fields: Any) -> Row:

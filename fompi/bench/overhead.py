@@ -168,16 +168,18 @@ def changing_sizes(bench: Bench) -> Iterator[Row]:
     data = np.ones((capacity * size, 4), np.float32)
     with fompi.bind(plan("all_gather", data[:capacity], size), comm=comm, x=data[:capacity].copy()) as bound:
 
-        def in_turn(call: Callable[[Any], object]) -> Call:
+        def with_counts(call: Callable[[Any], object]) -> Call:
             """Each call uses the next counts. All contestants use the same ones."""
             following = cycle(tables)
             return lambda: call(next(following))
 
         contestants = {
-            "a2a": in_turn(lambda table: fompi.all_to_all(data[: sum(table[rank])], counts=table[rank], comm=comm)),
-            "bare a2a": in_turn(lambda table: bare_all_to_all(bench, data, table)),
-            "gather": in_turn(lambda table: bound(counts=table[0])),
-            "bare gather": in_turn(lambda table: bare_all_to_all(bench, data, tuple((n,) * size for n in table[0]))),
+            "a2a": with_counts(lambda table: fompi.all_to_all(data[: sum(table[rank])], counts=table[rank], comm=comm)),
+            "bare a2a": with_counts(lambda table: bare_all_to_all(bench, data, table)),
+            "gather": with_counts(lambda table: bound(counts=table[0])),
+            "bare gather": with_counts(
+                lambda table: bare_all_to_all(bench, data, tuple((n,) * size for n in table[0]))
+            ),
         }
         seconds = _times(bench, contestants, max(1, calls // bench.options.rounds))
     for what, name, shown in (("all-to-all", "a2a", UNBOUND), ("all-gather", "gather", BOUND)):

@@ -45,14 +45,14 @@ PIECES = (1, 4, 8)
 
 CANDIDATES = schedules({"direct": (1, 4, 8, 16), "ring": (1, 4, 8, 16)})
 UNFUSED: dict[str, dict[str, Any]] = {
-    "unfused, native": {"schedule": "unfused"},
+    "unfused, library": {"schedule": "unfused"},
     "unfused, P2P": {"schedule": "unfused_p2p"},
     "unfused, P2P paced": {"schedule": "unfused_p2p", "window": 1},
     "unfused, P2P in 8 slices": {"schedule": "unfused_p2p", "slices": 8, "window": 1},
 }
 SLICED: dict[str, dict[str, Any]] = {
     f"{slices} slices, {kind}": {"schedule": schedule, "slices": slices}
-    for kind, schedule in (("native", "sliced"), ("P2P", "sliced_p2p"))
+    for kind, schedule in (("library", "sliced"), ("P2P", "sliced_p2p"))
     for slices in (2, 4, 8)
 }
 KERNEL, BARE = "kernel alone", "bare exchange"

@@ -33,7 +33,7 @@ M = 2048
 KS, QUICK_KS = (512, 1024, 2048, 4096), (512,)
 SLICES, QUICK_SLICES = (2, 4, 8), (2,)
 FUSED = schedules({"direct": (1, 2, 4, 8, (1, 2, 4), (4, 2, 1))})
-KERNEL, WIRE = "kernel alone", "wire"
+KERNEL, LINK = "kernel alone", "link"
 UNFUSED_P2P, BLOCKING, PAIRWISE = "unfused, fompi P2P", "unfused, mpi4py blocking", "unfused, mpi4py P2P"
 UNFUSED = (UNFUSED_P2P, BLOCKING, PAIRWISE)
 
@@ -184,7 +184,7 @@ def without_fompi(bench: Bench, held: ExitStack, case: PeerCase, slices: Sequenc
     rivals = {
         BLOCKING: plain_mpi.blocking(operation, mpi, x, w),
         PAIRWISE: plain_mpi.pairwise(operation, mpi, x, w),
-        **{f"{s} slices, native": plain_mpi.native_slices(operation, mpi, x, w, s) for s in slices},
+        **{f"{s} slices, library": plain_mpi.library_slices(operation, mpi, x, w, s) for s in slices},
         **{f"{s} slices, P2P": plain_mpi.pairwise(operation, mpi, x, w, s) for s in slices},
     }
     unfused = bench.by_schedules(held, operation, {UNFUSED_P2P: {"schedule": "unfused_p2p"}}, x=x, w=w)
@@ -201,7 +201,7 @@ def calls_of(rivals: Mapping[str, Rival], held: ExitStack) -> dict[str, Call]:
 def measured(
     bench: Bench, case: PeerCase, slices: Sequence[int], peers: Mapping[str, Peer], absent: Mapping[str, str]
 ) -> Row:
-    """Check the contestants, time them in turns with the bare kernel and the bare wire, and compare."""
+    """Check the contestants, time them in rounds with the bare kernel and the bare link, and compare."""
     comm, cluster = bench.comm, bench.cluster
     x, w = case.operands(comm.rank, comm.size)
     with ExitStack() as held:
@@ -213,12 +213,12 @@ def measured(
         errors = bench.checked(calls, case.reference(comm.rank, comm.size))
         calls[KERNEL] = kernel_of(case)
         if not cluster.shared:
-            calls[WIRE] = lambda: cluster.exchange(case.sent(comm.size))
+            calls[LINK] = lambda: cluster.exchange(case.sent(comm.size))
         row = bench.row_of(str(case), bench.times(calls, monitor=cluster.monitor), absent=absent, errors=errors)
     return replace(
         row,
         base=row.best(UNFUSED),
-        limits={"T_c": row.median(KERNEL)} | ({} if cluster.shared else {"wire": row.median(WIRE)}),
+        limits={"T_c": row.median(KERNEL)} | ({} if cluster.shared else {"link": row.median(LINK)}),
         figures=figures(bench, row, row.best(FUSED)),
         progress=progress_of(bench),
     )
@@ -226,14 +226,14 @@ def measured(
 
 def progress_of(bench: Bench) -> str:
     """How the messages of a row progressed, and how often others disturbed it, in words."""
-    return f"{bench.progress}; slices of mpi4py: a helper that polls; {bench.cluster.turns()}"
+    return f"{bench.progress}; slices of mpi4py: a helper that polls; {bench.cluster.runs()}"
 
 
 def figures(bench: Bench, row: Row, best: str) -> list[Figure]:
-    """The best schedule of fompi against the best of each kind of rival. Targets apply only if there is a wire."""
+    """The best schedule of fompi against the best of each kind of rival. Targets apply only between hosts."""
     others = [name for name in row.samples if name.startswith((BLOCKING, PAIRWISE, "gloo", "JAX", "mpi4jax"))]
     whole = [name for name in others if not name.startswith("gloo, ")]  # we did not slice their asynchronous calls
-    sliced = [name for name in row.samples if name.endswith((" slices, native", " slices, P2P"))]
+    sliced = [name for name in row.samples if name.endswith((" slices, library", " slices, P2P"))]
     unfused, balance = row.best(UNFUSED), balance_of(row)
     compared = [
         row.ratio(unfused, best, limit=None if balance is None else (1 + balance) / max(1, balance)),
@@ -246,8 +246,8 @@ def figures(bench: Bench, row: Row, best: str) -> list[Figure]:
 
 
 def balance_of(row: Row) -> float | None:
-    """T_m / T_c. None if there is no wire."""
-    return row.median(WIRE) / row.median(KERNEL) if WIRE in row.samples else None
+    """T_m / T_c. None if there is no link."""
+    return row.median(LINK) / row.median(KERNEL) if LINK in row.samples else None
 
 
 def low_end(slower: Figure, most: float | None) -> Figure:

@@ -52,9 +52,9 @@ PATIENCE = 2.0
 """Seconds for each operation to wait until others leave the cores (`NoiseMonitor`). Longer operations have more."""
 
 MANY_REPEATED, MANY_DISTURBED = 0.25, 0.02
-"""Above these shares of the turns there is a warning. Repeated turns do no harm, but some occur on an idle machine too.
+"""Above these shares of the runs there is a warning. Repeated runs do no harm, but some occur on an idle machine too.
 
-Turns that stayed disturbed are part of the result.
+Runs that stayed disturbed are part of the result.
 """
 
 
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hosts", type=int, help="make this many hosts on this machine, with links between them")
     parser.add_argument("--rate", metavar="R", help="the rate of each of these links: 500mbit, 1gbit (1gbit)")
     plan.add_wire_argument(parser)
-    parser.add_argument("--rounds", type=int, default=15, help="turns of every contestant (15)")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds in which every contestant runs (15)")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="the table as JSON (no FILE: print it)")
 
 
@@ -275,17 +275,17 @@ class Trial:
         if size == 1:
             circumstance = "there is one rank, so there are no messages to hide"
         elif cores < 1:
-            circumstance = f"a rank has {cores:.2g} cores, so kernels and messages take turns on them"
+            circumstance = f"a rank has {cores:.2g} cores, so kernels and messages share them"
         elif cluster.shared:
             circumstance = "all ranks share a host, where a message is a copy by the cores that compute"
         if rounded := [n for n in shape if n % size]:
             sizes = ", ".join(map(str, rounded))
             warnings.append(f"{sizes}: measured as the next multiple of {size}, to be spread evenly")
-        turns, repeated, disturbed = cluster.totals
-        if disturbed > MANY_DISTURBED * turns or repeated > MANY_REPEATED * turns:
+        runs, repeated, disturbed = cluster.totals
+        if disturbed > MANY_DISTURBED * runs or repeated > MANY_REPEATED * runs:
             again = f", and {disturbed} of them were disturbed again" * bool(disturbed)
             warnings.append(
-                f"others used the cores: {repeated} of {turns} turns were repeated{again}; "
+                f"others used the cores: {repeated} of {runs} runs were repeated{again}; "
                 "try again when the machine is idle"
             )
         elif (used := others_in_words(*others)) is not None:

@@ -174,7 +174,7 @@ def _progress_lines(progress: dict[str, Any] | None) -> list[tuple[str, str]]:
     else:
         share = f"{native['share']:.0%} of {native['nbytes'] >> 10} KiB ({1e3 * native['seconds']:.3g} ms)"
         share += " move while all ranks stay out of MPI"
-    return [("progress", f"{progress['mode'] or 'none'} ({progress['source']}){helper}"), ("native", share)]
+    return [("progress", f"{progress['mode'] or 'none'} ({progress['source']}){helper}"), ("by itself", share)]
 
 
 def _mpi_lines(mpi: dict[str, Any] | None) -> list[tuple[str, str]]:

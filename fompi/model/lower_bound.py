@@ -154,7 +154,7 @@ def dealt(problem: Problem, sizes: Sizes) -> Sizes:
     return Sizes(pairs=tuple(tuple(mine * n for n in columns) for mine in rows))
 
 
-def native_nbytes(problem: Problem, rows: float) -> float:
+def library_nbytes(problem: Problem, rows: float) -> float:
     """Bytes that a collective of the library reads and writes on a rank, for `rows` rows of all shards together."""
     once = rows * max(row_nbytes(problem))
     shares = {"all_reduce": 2.0, "all_to_all": 2.0, "broadcast": 1.0}

@@ -56,7 +56,7 @@ The exchange in one message takes at most SPLIT_SECONDS.
 CHANGED = 1.15
 """The speed of the cores has changed if the time of kernels has changed by more than this factor."""
 
-NATIVE_SIZES = [1 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20]
+LIBRARY_SIZES = [1 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20]
 """Bytes of the global tensor of each measured collective."""
 
 PRODUCTS = (
@@ -194,9 +194,9 @@ class _Calibration:
         )
         if self.size > 1:
             machine = self._with_links(machine)
-            machine = replace(machine, natives=self._natives(False), natives_ranks=self.size)
+            machine = replace(machine, natives=self._library_curves(False), natives_ranks=self.size)
             if helped:
-                machine = replace(machine, natives_behind=self._natives(True))
+                machine = replace(machine, natives_behind=self._library_curves(True))
             self.say("which share of a message the MPI library moves without calls to it")
             machine = replace(machine, native_share=measure_native(self.link).share or 0.0)
             if machine.lanes == 1:
@@ -221,7 +221,7 @@ class _Calibration:
         machine = self._machine(f", {self.device.title}", **self.device.kernels())
         if self.size == 1:
             return machine
-        machine = replace(self._with_links(machine), natives=self._natives(False), natives_ranks=self.size)
+        machine = replace(self._with_links(machine), natives=self._library_curves(False), natives_ranks=self.size)
         groups = (1, *self.topology.groups)
         staged = self.device.staged(groups)
         if staged != 1:
@@ -364,21 +364,21 @@ class _Calibration:
         return nbytes, float(of_all_ranks(self.mpi, delay).mean())
 
     # -- collectives of the MPI library
-    def _natives(self, behind: bool) -> dict[str, Points]:
+    def _library_curves(self, behind: bool) -> dict[str, Points]:
         curves = {}
         for name in COLLECTIVES:
             self.say(f"{name} of the MPI library{' while kernels run' * behind}")
-            curves[name] = self._native(name, behind)
+            curves[name] = self._library_curve(name, behind)
         return curves
 
-    def _native(self, name: str, behind: bool) -> Points:
+    def _library_curve(self, name: str, behind: bool) -> Points:
         """The seconds of an unfused collective, by the bytes that it reads and writes on the rank with the most bytes.
 
         `behind`: the ranks run kernels, only the helper thread polls, and calls follow each other.
         """
         layout = layouts(name, 1)[0]
         samples = []
-        units = {-(-nbytes // (4 * 64 * self.size)): None for nbytes in NATIVE_SIZES}  # many ranks: some are equal
+        units = {-(-nbytes // (4 * 64 * self.size)): None for nbytes in LIBRARY_SIZES}  # many ranks: some are equal
         for rows in (n * self.size for n in units):
             x = Spec((rows, 64), "float32", layout)
             self.proceed()

@@ -202,7 +202,7 @@ class DeviceMeter:
         return seconds / REPEATED
 
     def _hops(self, work: Any) -> None:
-        """Kernels that follow each other in two streams, by turns."""
+        """Kernels that follow each other in two streams, alternately."""
         streams = self._stream, self._other
         for i in range(REPEATED):
             here, there = streams[i % 2], streams[1 - i % 2]

@@ -137,8 +137,8 @@ class LinkMeter:
         first, other = pair
         begun = perf_counter()
         peer = other if self.rank == first else first
-        for turn in (first, other):
-            if turn == self.rank:
+        for sender in (first, other):
+            if sender == self.rank:
                 self._complete([self.mpi.Isend(self.outbox[:nbytes], peer)])
             else:
                 self._complete([self.mpi.Irecv(self.inbox[:nbytes], peer)])

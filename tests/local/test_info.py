@@ -95,7 +95,7 @@ ranks      2 on a, 1 on node-2
 cores      0.6667 per rank, shared cores on a; own cores on node-2
 GPUs       each rank sees 0 or 2
 progress   poll (FOMPI_PROGRESS=auto)
-native     3% of 4096 KiB (34.1 ms) move while all ranks stay out of MPI
+by itself  3% of 4096 KiB (34.1 ms) move while all ranks stay out of MPI
 
 rank  host    local rank    pid  cores     device
    0  a                0      9  0-1       cuda:0 NVIDIA H200
@@ -158,7 +158,7 @@ def test_text_without_mpi():
             },
             [
                 "progress   helper (FOMPI_PROGRESS=auto), a poll every 1 to 4 ms, another thread for products",
-                "native     not measured: there is one rank",
+                "by itself  not measured: there is one rank",
             ],
         ),
         (
@@ -169,13 +169,13 @@ def test_text_without_mpi():
                 "worker": False,
                 "native": SKIPPED,
             },
-            ["progress   none (give one of ...)", "native     not measured: there is one rank"],
+            ["progress   none (give one of ...)", "by itself  not measured: there is one rank"],
         ),
     ],
 )
 def test_text_of_progress(progress, lines):
     shown = text({**FACTS, "progress": progress}).splitlines()
-    assert [line for line in shown if line.startswith(("progress", "native"))] == lines
+    assert [line for line in shown if line.startswith(("progress", "by itself"))] == lines
 
 
 @pytest.mark.parametrize(

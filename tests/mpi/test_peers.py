@@ -24,8 +24,8 @@ MAKERS = {
     "pairwise": plain_mpi.pairwise,
     **{f"pairwise {s}": partial(plain_mpi.pairwise, slices=s) for s in (2, 4)},
     "pairwise 4, window 1": partial(plain_mpi.pairwise, slices=4, window=1),
-    **{f"native {s}": partial(plain_mpi.native_slices, slices=s) for s in (1, 2, 4)},
-    "native 4, window 1": partial(plain_mpi.native_slices, slices=4, window=1),
+    **{f"library {s}": partial(plain_mpi.library_slices, slices=s) for s in (1, 2, 4)},
+    "library 4, window 1": partial(plain_mpi.library_slices, slices=4, window=1),
 }
 
 
@@ -110,10 +110,10 @@ def test_a_peer_that_one_rank_cannot_start_is_skipped_on_all(comm):
 
 def test_a_cluster_of_one_host(comm):
     with TcpHosts(comm) as cluster:
-        assert cluster.shared and cluster.idle == 0 and "shared memory: no wire" in str(cluster)
+        assert cluster.shared and cluster.idle == 0 and "shared memory: no link" in str(cluster)
         address = cluster.rendezvous()
         assert comm.allgather(address) == [address] * comm.size
-        with pytest.raises(ValueError, match="no wire"):
+        with pytest.raises(ValueError, match="no link"):
             cluster.exchange(1)
 
 

@@ -8,8 +8,8 @@
 | `gloo.py`     | torch.distributed with gloo                                                                |
 | `xla.py`      | JAX: XLA's collectives over gloo, a ring of `ppermute`, and mpi4jax                        |
 | `exchange.py` | the bare exchange: only the messages of a collective                                       |
-| `wire.py`     | plain TCP streams between the ranks: as fast as the link allows                            |
+| `tcp.py`      | plain TCP streams between the ranks: as fast as the link allows                            |
 
-torch and JAX are imported by their own files only, and only when a rival is made. `wire.py` imports the standard
+torch and JAX are imported by their own files only, and only when a rival is made. `tcp.py` imports the standard
 library only, because `fompi.lab` loads it as a file.
 """

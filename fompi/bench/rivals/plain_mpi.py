@@ -35,7 +35,7 @@ def blocking(operation: str, comm: Any, x: Array, w: Array) -> Rival:
     return Rival(call, comm.Free)
 
 
-def native_slices(operation: str, comm: Any, x: Array, w: Array, slices: int, window: int = 2) -> Rival:
+def library_slices(operation: str, comm: Any, x: Array, w: Array, slices: int, window: int = 2) -> Rival:
     """`slices` non-blocking collectives of the library, each while the kernel of another slice runs.
 
     All-gathers run one at a time. Two at a time would share the link and delay the first slice, which all ranks need.
@@ -46,18 +46,18 @@ def native_slices(operation: str, comm: Any, x: Array, w: Array, slices: int, wi
     def exchange(j: int) -> None:
         product = sliced.product[j]
         if operation == "matmul_reduce_scatter":
-            messages.in_turn(lambda: dup.Ireduce_scatter_block(product, sliced.y[sliced.run(j)]))
+            messages.queue(lambda: dup.Ireduce_scatter_block(product, sliced.y[sliced.run(j)]))
         elif operation == "matmul_all_reduce":
-            messages.in_turn(lambda: dup.Iallreduce(product, sliced.y_slices[j]))
+            messages.queue(lambda: dup.Iallreduce(product, sliced.y_slices[j]))
         else:
             count = sliced.rows * sliced.columns
             places = [(source * slices + j) * count for source in range(sliced.size)]
             counts = [count] * sliced.size
-            messages.in_turn(lambda: dup.Ialltoallv([product, (counts, None)], [sliced.y, (counts, places)]))
+            messages.queue(lambda: dup.Ialltoallv([product, (counts, None)], [sliced.y, (counts, places)]))
 
     def fetch(j: int) -> None:
         arrived = partial(sliced.arrived, j, sliced.size)
-        messages.in_turn(lambda: dup.Iallgather(sliced.own(j), sliced.gathered[j]), arrived)
+        messages.queue(lambda: dup.Iallgather(sliced.own(j), sliced.gathered[j]), arrived)
 
     if operation == "all_gather_matmul":
         return Rival(lambda: sliced.gather(fetch), messages.close)
