@@ -150,13 +150,13 @@ def fastest_of(
 
 
 def _measure(comm: Communicator, listed: Sequence[Candidate], time_call: Callable[[Candidate], float]) -> Candidate:
-    """Time the candidates in turns. The best one has the least median of the times of its slowest rank."""
+    """Time the candidates, alternating. The best one has the least median of the times of its slowest rank."""
     seconds = np.zeros((ROUNDS, len(listed)))
     for candidate in listed:
         time_call(candidate)
     for i in range(ROUNDS):
-        for turn in range(len(listed)):
-            k = (i + turn) % len(listed)
+        for place in range(len(listed)):
+            k = (i + place) % len(listed)
             seconds[i, k] = time_call(listed[k])
     of_all_ranks = np.asarray(operations.all_gather(seconds[None], comm=comm))
     slowest = of_all_ranks.max(axis=0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from math import inf
@@ -73,14 +73,6 @@ FEW_PRODUCTS = PRODUCTS[2::3]
 """The products that are measured again while a program waits."""
 
 
-@dataclass(frozen=True)
-class Calibrated:
-    """A measured machine, and whether others disturbed the measurement."""
-
-    machine: Machine
-    verdict: Verdict
-
-
 def calibrate(
     comm: Any = None, say: Callable[[str], object] = lambda text: None, limit: float = inf, device: Any = None
 ) -> Machine:
@@ -90,16 +82,18 @@ def calibrate(
     on it, and messages between ranks of a group move between its memory and that of the other rank. `say` is called
     with a text before each step. Raises WaitTimeout on all ranks if it is not done after `limit` seconds.
     """
-    return calibrate_and_judge(comm, say, limit, device).machine
+    return calibrate_and_judge(comm, say, limit, device)[0]
 
 
-def calibrate_and_judge(comm: Any, say: Callable[[str], object], limit: float, device: Any = None) -> Calibrated:
-    """`calibrate`, and the verdict. The same on all ranks. Collective."""
+def calibrate_and_judge(
+    comm: Any, say: Callable[[str], object], limit: float, device: Any = None
+) -> tuple[Machine, Verdict]:
+    """The machine of `calibrate`, and whether others disturbed the measurement. The same on all ranks. Collective."""
     communicator = Communicator.of(comm)
     agree(communicator, "calibrate" if device is None else f"calibrate a {device.name}")
     with _Calibration(communicator, say, limit, device) as calibration:
         machine = _broadcast(communicator, calibration.machine())
-        return Calibrated(machine, calibration.verdict(machine))
+        return machine, calibration.verdict(machine)
 
 
 def place(comm: Any) -> tuple[str, str]:
