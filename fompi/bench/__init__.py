@@ -7,7 +7,7 @@
 | `measure.py`     | how much is measured, where, and how calls become a row                                 |
 | `cluster.py`     | which ranks share a host, and the TCP streams between hosts                             |
 | `device.py`      | where tensors are with `--device`                                                       |
-| `accelerator.py` | an emulated accelerator; `kernels.py`: the kernels of strategies on it                  |
+| `accelerator.py` | an emulated accelerator, and the kernels of strategies on it                           |
 | `strategies.py`  | the strategies of the suites `parallel`, `step` and `smaller`                           |
 | `training.py`    | the models of the suites with PyTorch, and the steps that train them                    |
 | `table.py`       | rows as JSON, Markdown and plots                                                        |

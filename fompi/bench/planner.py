@@ -127,7 +127,7 @@ class _Measured(NamedTuple):
 
 def _measured(bench: Bench, machine: Machine, case: PeerCase) -> _Measured:
     """Measure the chosen plan, the best others by the model, and those without overlap."""
-    comm, monitor, rounds = bench.comm, bench.cluster.monitor, bench.options.rounds
+    comm, monitor, rounds = bench.comm, bench.cluster.monitor, bench.rounds
     x, w = case.operands(comm.rank, comm.size)
     measure = partial(slowdown, machine, comm)
     machine = slowed(machine, measure() if monitor is None else monitor.measure(measure))

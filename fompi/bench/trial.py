@@ -18,7 +18,7 @@ from fompi.base.errors import LaunchError
 from fompi.base.wires import wire_of
 from fompi.bench import fused, table
 from fompi.bench.cluster import TcpHosts
-from fompi.bench.measure import DEFAULT, Bench, Options
+from fompi.bench.measure import DEFAULT, Bench
 from fompi.bench.peers import KERNEL, UNFUSED, cases_of
 from fompi.cli import plan
 from fompi.cli.output import Progress, Table, UsageError, is_first_rank, show, show_json
@@ -100,7 +100,7 @@ def run_shape(shape: Shape, ranks: int, rounds: int, json_file: str | None, wire
             Progress.of_rank(comm.rank, f"try {text}") as progress,
             TcpHosts(comm.link.comm, patience=PATIENCE) as cluster,
         ):
-            load, rows, bench = OtherLoad(cluster.comm), list[Row](), Bench(comm, cluster, Options(rounds))
+            load, rows, bench = OtherLoad(cluster.comm), list[Row](), Bench(comm, cluster, rounds)
             for case in progress.each(cases_of(shape, comm.size)):
                 rows.append(fused.measured(bench, case, has_slices=False, wire=wire))
                 if comm.rank == 0 and json_file != "-":

@@ -67,7 +67,7 @@ def data_beside_tensor(bench: Bench) -> Row:
         dp.close()
     for held in (own, plain, ordered):
         held.close()
-    samples = {name: each[-bench.options.rounds :] for name, each in taken.items()}
+    samples = {name: each[-bench.rounds :] for name, each in taken.items()}
     exposed = {name: median(each) - t_m for name, each in samples.items()}
     most = bench.asked(MOST_BEYOND_ALONE)
     figures = [

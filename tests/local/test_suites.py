@@ -9,7 +9,7 @@ import pytest
 
 from fompi.base.errors import FompiError
 from fompi.bench import fused, papers, peers, planner, table, trial
-from fompi.bench.measure import DEFAULT, Bench, Options
+from fompi.bench.measure import DEFAULT, Bench
 from fompi.model.machine import Level, Machine
 from fompi.tuning.rounds import Row
 
@@ -29,7 +29,7 @@ class Hosts:
 
 
 def bench(shared=False):
-    return Bench(COMM, Hosts(shared), Options(7))
+    return Bench(COMM, Hosts(shared), 7)
 
 
 def samples(**seconds):

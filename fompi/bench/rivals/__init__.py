@@ -2,11 +2,11 @@
 
 | file          | what it holds                                                                              |
 |---------------|--------------------------------------------------------------------------------------------|
-| `rival.py`    | what a rival is: a call bound to its arrays; the operations; how rows are sliced           |
+| `rival.py`    | what rivals share: the operations, and how rows are sliced                                 |
 | `messages.py` | requests in flight for the rivals on mpi4py, and a helper thread that tests them           |
 | `plain_mpi.py`| mpi4py: blocking, pairwise without overlap, and in slices                                  |
 | `gloo.py`     | torch.distributed with gloo                                                                |
-| `xla.py`      | JAX: XLA's collectives over gloo, a ring of `ppermute`, and mpi4jax                        |
+| `xla.py`      | JAX: XLA's collectives over gloo, and a ring of `ppermute`                                 |
 | `exchange.py` | the bare exchange: only the messages of a collective                                       |
 | `tcp.py`      | plain TCP streams between the ranks: as fast as the link allows                            |
 
