@@ -120,7 +120,7 @@ def _schedule(file: str, content: bytes, machine: Machine, nbytes: int, runs: bo
     ]
     seconds, ran = None, ""
     try:
-        made = plan_of(algorithm, verdict.order, max(1, nbytes // 4 // size), (), "float32")
+        made = plan_of(algorithm, verdict, max(1, nbytes // 4 // size), (), "float32")
         fompi.verify(made)
     except ScheduleError:
         if runs:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fompi.cli.facts import collect
-from fompi.cli.output import Table, UsageError, show, show_json
+from fompi.cli.output import Table, show, show_json
 from fompi.cli.processes import counted
 
 EXAMPLE = "mpirun -n 4 {} info"
@@ -99,7 +99,6 @@ def brief_blocks(facts: dict[str, Any], program: str) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--expect", type=int, metavar="N", help="exit with status 1 unless this is one job of N ranks")
-    parser.add_argument("--doctor", action="store_true", help=argparse.SUPPRESS)  # its old name
 
 
 def run(options: argparse.Namespace) -> int:
@@ -107,8 +106,6 @@ def run(options: argparse.Namespace) -> int:
 
     The others exit with 0, so that a launcher does not end the one that prints.
     """
-    if options.doctor:
-        raise UsageError("info --doctor is now `fompi doctor`")
     facts = collect()
     if not prints(facts):
         return 0

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fompi.lab.hosts import SUBNET, Cluster
 from fompi.lab.launcher import Mpi, python_of
@@ -28,14 +28,6 @@ ATTEMPTS = 3  # a measurement that is too slow is repeated this often at most
 TOGETHER = "all at once"  # the row of the table in which all hosts send
 
 
-class Ring(Protocol):
-    """Sends bytes round the hosts, with plain TCP or with MPI."""
-
-    def send(self, nbytes: int) -> float: ...
-    def receive(self, nbytes: int) -> None: ...
-    def exchange(self, nbytes: int) -> float: ...
-
-
 @dataclass(frozen=True)
 class LinkSeconds:
     """Seconds of one message from every host to the next: one after the other, and all at once."""
@@ -49,8 +41,11 @@ class LinkSeconds:
         return LinkSeconds(tuple(map(min, self.alone, other.alone)), min(self.together, other.together, key=max))
 
 
-def take_turns(rank: int, sizes: Sequence[int], ring: Ring) -> tuple[float, float]:
-    """One rank's part. After a pause a message goes round. After another pause all ranks send at once."""
+def take_turns(rank: int, sizes: Sequence[int], ring: Any) -> tuple[float, float]:
+    """One rank's part. After a pause a message goes round. After another pause all ranks send at once.
+
+    `ring` is a `TcpRing` or an `MpiRing`.
+    """
     ring.exchange(1000)  # the first message of a connection also sets the connection up
     time.sleep(IDLE_SECONDS)
     if rank:

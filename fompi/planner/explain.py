@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from fompi.base import html
 from fompi.base.errors import PlanError, meant
@@ -110,10 +110,6 @@ class Explanation:
     refused: tuple[tuple[Candidate, str], ...] = ()
     at: Callable[[int], Problem] | None = field(default=None, compare=False)
     without_wire: Judged | None = None
-
-    @property
-    def bound(self) -> NoReturn:
-        raise AttributeError("Explanation.bound is lower_bound now")
 
     @property
     def winner(self) -> Judged:

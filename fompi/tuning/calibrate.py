@@ -251,7 +251,7 @@ class _Calibration:
         taken = alternate(self.mpi, sums, 2 * ROUNDS, idle=self.idle, monitor=self.monitor)
         overhead, summed = (median(taken[name]) for name in sums)
         timed = [
-            fit.product(*shape, max(1e-9, seconds - overhead))
+            (*fit.product(*shape), max(1e-9, seconds - overhead))
             for shape, seconds in zip(PRODUCTS, self.products(PRODUCTS, 2 * ROUNDS, self.monitor), strict=True)
         ]
         flops_rate, pack_rate = fit.product_rates(timed)

@@ -14,7 +14,6 @@ import pytest
 from fompi.cli.facts import _counters, _paths
 from fompi.cli.info import text
 from fompi.cli.processes import (
-    Gpu,
     Process,
     binding,
     cores_per_rank,
@@ -312,9 +311,9 @@ class Driver:
 def test_the_gpu_of_a_local_rank():
     for driver in (Driver(2), Driver(2, second_version=False)):
         assert [gpu_of(rank, driver) for rank in range(3)] == [
-            Gpu(f"cuda:{rank % 2} Fake", f"{'0' * 28}ab0{rank % 2}", 2) for rank in range(3)
+            (f"cuda:{rank % 2} Fake", f"{'0' * 28}ab0{rank % 2}", 2) for rank in range(3)
         ]
-    assert gpu_of(0, None) == gpu_of(0, Driver(0)) == gpu_of(0, Driver(2, error=100)) == Gpu("cpu", "", 0)
+    assert gpu_of(0, None) == gpu_of(0, Driver(0)) == gpu_of(0, Driver(2, error=100)) == ("cpu", "", 0)
 
 
 def run(command, status=0, **environ):
