@@ -25,6 +25,7 @@ import numpy as np
 
 from fompi.base.errors import FompiError, WaitTimeout
 from fompi.base.layout import Shard, Spec
+from fompi.base.tables import Table
 from fompi.cli import info
 from fompi.cli.facts import collect
 from fompi.cli.findings import (
@@ -40,7 +41,7 @@ from fompi.cli.findings import (
     milliseconds,
     wall_ahead,
 )
-from fompi.cli.output import Progress, Table, UsageError, show, show_json
+from fompi.cli.output import Progress, UsageError, show, show_json
 from fompi.engine import faults
 from fompi.engine.communicator import Communicator
 from fompi.engine.progress import native_share

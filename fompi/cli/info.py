@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from fompi.base.tables import Table
 from fompi.cli.facts import collect
-from fompi.cli.output import Table, show, show_json
+from fompi.cli.output import show, show_json
 from fompi.cli.processes import counted
 
 EXAMPLE = "mpirun -n 4 {} info"

@@ -17,9 +17,10 @@ from commands import PROGRAM, ROOT, run_here
 
 import fompi
 from fompi.base.layout import Partial, Replicate, Shard, Spec
+from fompi.base.tables import Table
 from fompi.cli.calibrate import described_instead
 from fompi.cli.main import COMMANDS, main
-from fompi.cli.output import DEFAULT_COLUMNS, Progress, Table, show
+from fompi.cli.output import DEFAULT_COLUMNS, Progress, show
 from fompi.ops.operations import OPERATIONS
 from fompi.plans.plan import Plan, programs_from_json
 
