@@ -9,15 +9,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from fompi.engine.progress import ENOUGH_SHARE
 from fompi.model.fit import Pairs
 from fompi.model.machine import Level
 from fompi.traces.clocks import Clock
 from fompi.tuning.verdict import others_in_words
-
-T = TypeVar("T")
 
 SEVERITIES = ("error", "warning", "note")
 """What a finding can be, worst first. An error makes the exit status 1."""

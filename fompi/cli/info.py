@@ -64,11 +64,6 @@ def remarks(facts: dict[str, Any]) -> list[str]:
     return lines
 
 
-def text(facts: dict[str, Any]) -> str:
-    """The blocks as plain text."""
-    return "\n\n".join(map(str, blocks(facts)))
-
-
 def brief_blocks(facts: dict[str, Any], program: str) -> list[str]:
     """What `fompi` prints without a subcommand: ten lines, what to correct, and the next command to try."""
     versions, ranks, launcher = facts["versions"], facts["ranks"], facts["launcher"]

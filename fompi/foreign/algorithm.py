@@ -20,9 +20,6 @@ Term = tuple[int, int]
 StepKey = tuple[int, int, int]
 """(rank, thread, number) of a step."""
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-"""What a schedule may be for, so that its result can be proven."""
-
 
 class ScheduleError(FompiError):
     """A file that is no schedule, or has something in it that is not known: it is neither right nor wrong."""

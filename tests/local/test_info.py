@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fompi.cli.facts import _counters, _paths
-from fompi.cli.info import text
+from fompi.cli.info import blocks
 from fompi.cli.processes import (
     Process,
     binding,
@@ -120,6 +120,10 @@ rank  host  local rank  pid  cores  device
    0  a              0    9  0-1    cpu
 
 MPI: there is none: get one"""
+
+
+def text(facts):
+    return "\n\n".join(map(str, blocks(facts)))
 
 
 def test_text_with_mpi():
