@@ -47,7 +47,7 @@ from fompi.plans.plan import MOST_MESSAGES
 from fompi.plans.problems import Problem
 from fompi.plans.verify import flaw
 from fompi.schedules.registry import REGISTERED, fingerprint, is_available, messages_per_peer, shares_of, write
-from fompi.tuning.rounds import seconds_of
+from fompi.tuning.rounds import seconds_of, text_of_rank_0
 
 ROUNDS = 5
 """How often each candidate is timed, after one call to warm up."""
@@ -165,10 +165,8 @@ def _measure(comm: Communicator, listed: Sequence[Candidate], time_call: Callabl
 
 def _broadcast(comm: Communicator, listed: Sequence[Candidate]) -> list[Candidate]:
     """The candidates that rank 0 lists, on all ranks."""
-    text = np.frombuffer(json.dumps([list(candidate) for candidate in listed]).encode(), np.uint8)
-    nbytes = int(np.asarray(operations.broadcast(np.array([text.size]), comm=comm))[0])
-    received = operations.broadcast(text if comm.rank == 0 else np.zeros(nbytes, np.uint8), comm=comm)
-    return [_candidate(fields) for fields in json.loads(bytes(np.asarray(received)).decode())]
+    text = text_of_rank_0(comm, json.dumps([list(candidate) for candidate in listed]))
+    return [_candidate(fields) for fields in json.loads(text)]
 
 
 def _candidate(fields: Any) -> Candidate:

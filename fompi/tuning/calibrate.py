@@ -38,7 +38,7 @@ from fompi.runtime.executor import Executor
 from fompi.runtime.report import lower_quartile
 from fompi.tuning.device import DeviceMeter
 from fompi.tuning.links import MOST_SECONDS, ROUNDS, SIZES, LinkMeter
-from fompi.tuning.rounds import NoiseMonitor, alternate, meet, of_all_ranks, texts
+from fompi.tuning.rounds import NoiseMonitor, alternate, meet, of_all_ranks, text_of_rank_0, texts
 from fompi.tuning.verdict import OtherLoad, Verdict, judge
 
 BEHIND_WARMUP = 2
@@ -92,7 +92,7 @@ def calibrate_and_judge(
     communicator = Communicator.of(comm)
     agree(communicator, "calibrate" if device is None else f"calibrate a {device.name}")
     with _Calibration(communicator, say, limit, device) as calibration:
-        machine = _broadcast(communicator, calibration.machine())
+        machine = _of_rank_0(communicator, calibration.machine())
         return machine, calibration.verdict(machine)
 
 
@@ -111,7 +111,7 @@ def refit(machine: Machine, comm: Communicator, computes: bool) -> Machine:
     with _Calibration(comm, lambda text: None) as calibration:
         now = fit.refitted(machine, comm.size, calibration.messages.pairs())
     slower = slowdown(machine, comm) if computes else 1.0
-    return _broadcast(comm, fit.slowed(now, slower) if max(slower, 1 / slower) > CHANGED else now)
+    return _of_rank_0(comm, fit.slowed(now, slower) if max(slower, 1 / slower) > CHANGED else now)
 
 
 def slowdown(machine: Machine, comm: Communicator) -> float:
@@ -414,11 +414,6 @@ class _Calibration:
         return [float(seconds) for seconds in of_all_ranks(self.mpi, np.array(taken[BEHIND_WARMUP:])).max(axis=0)]
 
 
-def _broadcast(comm: Communicator, machine: Machine) -> Machine:
+def _of_rank_0(comm: Communicator, machine: Machine) -> Machine:
     """The machine of rank 0, on all ranks. The results of the ranks may be rounded differently."""
-    text = machine.to_json().encode()
-    count = np.array([len(text)])
-    comm.link.blocking.Bcast(count, 0)
-    data = np.frombuffer(text.ljust(int(count[0])), np.uint8)[: int(count[0])].copy()
-    comm.link.blocking.Bcast(data, 0)
-    return Machine.from_json(bytes(data).decode())
+    return Machine.from_json(text_of_rank_0(comm, machine.to_json()))

@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fompi.base.errors import FompiError, WaitTimeout
+from fompi.engine.communicator import Communicator
 from fompi.mpi import launcher
+from fompi.ops.operations import broadcast
 
 UNITS = {"us": 1e6, "ms": 1e3}
 """How many of each unit are in a second."""
@@ -403,6 +405,13 @@ def texts(comm: Any, own_text: str) -> list[str]:
     sent = np.frombuffer(own_text.encode()[:512].ljust(512, b"\0"), np.uint8)
     rows = of_all_ranks(comm, sent)
     return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
+
+
+def text_of_rank_0(comm: Communicator, text: str) -> str:
+    """The text of rank 0, on all ranks. Collective."""
+    own = np.frombuffer(text.encode(), np.uint8)
+    nbytes = int(np.asarray(broadcast(np.array([own.size]), comm=comm))[0])
+    return bytes(np.asarray(broadcast(own if comm.rank == 0 else np.zeros(nbytes, np.uint8), comm=comm))).decode()
 
 
 def of_all_ranks(comm: Any, own: np.ndarray) -> np.ndarray:
