@@ -92,7 +92,7 @@ def test_papers(ratio, best, reached):
     """T_c is 1 and T_m is `ratio`. The targets: exposed time, without overlap / fompi, and fompi / bare exchange."""
     named = samples(**{papers.KERNEL: 1.0, papers.BARE: ratio, "fompi ring, 4 slices": best})
     named |= dict.fromkeys(papers.UNFUSED, [1 + ratio] * 7) | dict.fromkeys(papers.SLICED, [1.08 * best] * 7)
-    setting = papers.Setting("all_gather_matmul", 0, 4)
+    setting = papers.PeerCase("all_gather_matmul", papers.M, papers.N, papers.K)
     row = papers.evaluated(bench(), setting, ratio, "fompi ring, 4 slices", named)
     assert row.reached is reached and row.marks == ["emulated accelerator"]
     assert papers.evaluated(bench(True), setting, ratio, "fompi ring, 4 slices", named).reached is None
