@@ -97,7 +97,7 @@ def from_line(line: Mapping[str, Any]) -> Figure:
 
 
 _OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
-_LIBRARY_DEFAULT = r"^native / fompi, (?!.*slice)"
+_LIBRARY_DEFAULT = r"^library / fompi, (?!.*slice)"
 _BALANCES = {"0.56": "communication 0.56 of compute", "1": "both equal", "2": "communication twice the compute"}
 
 _STRATEGIES = {
@@ -192,7 +192,7 @@ CLAIMS = (
         "ddp",
         "DistributedDataParallel, ten shapes",
         "Two hosts with one core each, 1 Gbit/s, stacks of residual MLP blocks, buckets of 1 MiB. `backend` is torch's "
-        "DistributedDataParallel on the backend fompi. The bound is the larger one of wire and cores (`bench ddp`); "
+        "DistributedDataParallel on the backend fompi. The bound is the larger one of link and cores (`bench ddp`); "
         "`hidden` is the share of what it lets a step hide. Asked of gloo / backend and gloo / fompi.torch: 1.0 in "
         "every row. gloo itself is within 13 % of the bound, so nothing can be 1.3 times as fast.",
         (
@@ -279,13 +279,13 @@ CLAIMS = (
     Claim(
         "collectives",
         "Plain collectives",
-        "Four hosts, 1 Gbit/s, 4, 16 and 64 MiB. `wire` is a plain TCP stream of the same size. `library` is the MPI "
+        "Four hosts, 1 Gbit/s, 4, 16 and 64 MiB. `link` is a plain TCP stream of the same size. `library` is the MPI "
         "library's own collective. The range is over the sizes.",
         tuple(
             pick
             for operation in _OPERATIONS
             for pick in (
-                Pick(f"{operation}: wire / fompi, best schedule", f"^{operation} of", "^wire /"),
+                Pick(f"{operation}: link / fompi, best schedule", f"^{operation} of", "^link /"),
                 Pick(
                     f"{operation}: library / fompi, default schedule",
                     f"^{operation} of",

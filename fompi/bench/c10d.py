@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ SIZES = (64, 1 << 10, 1 << 14, 1 << 16, 1 << 20, 1 << 24, 100_000_000)
 QUICK_SIZES = (1 << 10,)
 
 SECONDS, MOST_CALLS, WARMUP = 0.02, 200, 2
-"""About how long a turn takes, how many calls it has at most, and how many calls before it do not count."""
+"""About how long a run takes, how many calls it has at most, and how many calls before it do not count."""
 
 SMALL_NBYTES, MOST_ABOVE_MPI = 1 << 16, 25
 """Asked up to this size: 3 times as fast as gloo, and at most this many microseconds more than MPI."""
@@ -42,11 +42,8 @@ WITHIN, WITHIN_HALF = 1e-3, 2e-2
 GLOO, OURS, LIBRARY = "gloo", "fompi", "MPI"
 
 
-class Verb(NamedTuple):
-    """A verb on one group. `result` is what it writes on this rank."""
-
-    call: Callable[[], object]
-    result: Callable[[], list[Any]]
+Verb = tuple[Callable[[], object], Callable[[], list[Any]]]
+"""A verb on one group: its call, and what it writes on this rank."""
 
 
 def rows(bench: Bench) -> list[Row]:
@@ -65,12 +62,12 @@ def _bytes(size: int) -> str:
 
 
 def measured(bench: Bench, group: Any, what: str, verb: str, nbytes: int) -> Row:
-    gloo, ours = (verb_of(each, bench.comm, verb, nbytes) for each in (None, group))
-    for each in (gloo, ours):
-        each.call()
-    if gloo.result():
-        bench.compare(GLOO, ours.result(), gloo.result(), WITHIN_HALF if verb in HALVES else WITHIN)
-    calls = {GLOO: gloo.call, OURS: ours.call}
+    (gloo, theirs), (ours, mine) = (verb_of(each, bench.comm, verb, nbytes) for each in (None, group))
+    calls = {GLOO: gloo, OURS: ours}
+    for call in calls.values():
+        call()
+    if theirs():
+        bench.compare(GLOO, mine(), theirs(), WITHIN_HALF if verb in HALVES else WITHIN)
     library = of_library(bench.mpi, verb, nbytes)
     if library is not None:
         calls[LIBRARY] = library
@@ -119,7 +116,7 @@ def verb_of(group: Any, comm: Communicator, verb: str, nbytes: int) -> Verb:
             dist.send(whole, 0, group=group)
 
     if verb == "barrier":
-        return Verb(lambda: dist.barrier(group=group), list)
+        return lambda: dist.barrier(group=group), list
     if verb.startswith("all_reduce"):
         waits = not verb.endswith("async")
 
@@ -131,11 +128,11 @@ def verb_of(group: Any, comm: Communicator, verb: str, nbytes: int) -> Verb:
         call()
         first = whole.clone().float()
         whole.zero_()  # in place: else it grows with every call
-        return Verb(call, lambda: [first])
+        return call, lambda: [first]
     if verb == "reduce":
-        return Verb(lambda: dist.reduce(whole.zero_(), last, group=group), list)
+        return lambda: dist.reduce(whole.zero_(), last, group=group), list
     if verb == "send, recv":
-        return Verb(there_and_back, list)
+        return there_and_back, list
     calls: dict[str, tuple[Callable[[], object], Any]] = {
         "broadcast": (lambda: dist.broadcast(whole, last, group=group), [whole]),
         "all_gather_single": (lambda: gather(wholes, part, group=group), [wholes]),
@@ -146,7 +143,7 @@ def verb_of(group: Any, comm: Communicator, verb: str, nbytes: int) -> Verb:
         "scatter": (lambda: dist.scatter(part, parts if on_root else None, last, group=group), [part]),
     }
     begin, result = calls[verb]
-    return Verb(begin, lambda: [t.float() for t in result])
+    return begin, lambda: [t.float() for t in result]
 
 
 def of_library(mpi: Any, verb: str, nbytes: int) -> Callable[[], object] | None:

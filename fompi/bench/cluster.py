@@ -7,8 +7,8 @@ import socket
 from functools import cached_property
 from typing import Any, Self
 
-from fompi.bench.rivals.wire import Wire, address, listen
-from fompi.tuning.rounds import NoiseMonitor, Turns, texts
+from fompi.bench.rivals.tcp import TcpRing, address, listen
+from fompi.tuning.rounds import NoiseMonitor, Runs, texts
 
 IDLE_SECONDS = 0.05
 """Silence between two calls over a network. Token buckets are full again by then, and queues are empty."""
@@ -17,8 +17,8 @@ IDLE_SECONDS = 0.05
 class TcpHosts:
     """The hosts of the ranks of `comm` (mpi4py), and plain TCP streams between them if there are several. Collective.
 
-    `totals` counts the turns in which kernels ran, as far as `turns` was called. A `quick` benchmark repeats no turn.
-    `patience` is that of the `NoiseMonitor`, from one call of `turns` to the next.
+    `totals` counts the runs in which kernels ran, as far as `runs` was called. A `quick` benchmark repeats no run.
+    `patience` is that of the `NoiseMonitor`, from one call of `runs` to the next.
     """
 
     def __init__(self, comm: Any, quick: bool = False, patience: float = math.inf):
@@ -26,17 +26,17 @@ class TcpHosts:
         self.comm, self.rank, self.size = comm, comm.Get_rank(), comm.Get_size()
         self.own = comm.Dup()  # for messages that do not belong to fompi
         self.hosts = texts(comm, socket.gethostname())
-        self.totals = Turns(0, 0, 0)
-        self.wire: Wire | None = None
+        self.totals = Runs(0, 0, 0)
+        self.ring: TcpRing | None = None
         if not self.shared:
             listener = listen()
             host, port = address(listener)
             places = [place.rpartition(":") for place in texts(comm, f"{host}:{port}")]
-            self.wire = Wire(self.rank, [(host, int(port)) for host, _, port in places], listener)
+            self.ring = TcpRing(self.rank, [(host, int(port)) for host, _, port in places], listener)
 
     @property
     def shared(self) -> bool:
-        """True if all ranks are on one host. Then messages are copies by its cores, and there is no wire."""
+        """True if all ranks are on one host. Then messages are copies by its cores, and there is no link."""
         return len(set(self.hosts)) == 1
 
     @property
@@ -52,25 +52,25 @@ class TcpHosts:
         """
         return None if self.quick else NoiseMonitor.of(self.comm, self.patience)
 
-    def turns(self) -> str:
-        """In words: how often others disturbed the turns since the last call. Adds to `totals`."""
+    def runs(self) -> str:
+        """In words: how often others disturbed the runs since the last call. Adds to `totals`."""
         if self.monitor is None:
-            return "quick: no turn was repeated" if self.quick else "ranks share cores"
-        turns = self.monitor.count()
-        self.totals = Turns(*map(sum, zip(self.totals, turns, strict=True)))
-        return str(turns)
+            return "quick: no run was repeated" if self.quick else "ranks share cores"
+        runs = self.monitor.count()
+        self.totals = Runs(*map(sum, zip(self.totals, runs, strict=True)))
+        return str(runs)
 
     def __str__(self) -> str:
-        where = "shared memory: no wire"
-        if self.wire is not None:
-            where = f"{len(set(self.hosts))} hosts, TCP {self.wire.congestion}".rstrip()
+        where = "shared memory: no link"
+        if self.ring is not None:
+            where = f"{len(set(self.hosts))} hosts, TCP {self.ring.congestion}".rstrip()
         return f"{self.size} rank{'s' * (self.size > 1)}, {where}"
 
     def exchange(self, nbytes: int) -> float:
         """Each rank sends `nbytes` to the next one by plain TCP. Returns the seconds on this rank."""
-        if self.wire is None:
-            raise ValueError("there is no wire between ranks on one host")
-        return self.wire.exchange(nbytes)
+        if self.ring is None:
+            raise ValueError("there is no link between ranks on one host")
+        return self.ring.exchange(nbytes)
 
     def rendezvous(self) -> str:
         """A free address of rank 0, the same on all ranks. Collective."""
@@ -80,8 +80,8 @@ class TcpHosts:
         return texts(self.comm, f"{host}:{port}")[0]
 
     def close(self) -> None:
-        if self.wire is not None:
-            self.wire.close()
+        if self.ring is not None:
+            self.ring.close()
         self.own.Free()
 
     def __enter__(self) -> Self:

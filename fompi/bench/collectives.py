@@ -1,4 +1,4 @@
-"""Plain collectives against the wire and the MPI library's own: mpirun -n 4 python -m fompi bench collectives
+"""Plain collectives against the link and the MPI library's own: mpirun -n 4 python -m fompi bench collectives
 
 | operation        | x on each rank | result on each rank | bytes that each rank sends  |
 |------------------|----------------|---------------------|-----------------------------|
@@ -33,10 +33,10 @@ OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 COLUMNS = 256
 """Columns of every tensor, in float32."""
 
-LEAST_OF_WIRE, LEAST_OF_WIRE_ALL_REDUCE, LEAST_OF_NATIVE = 0.95, 0.92, 0.97
-"""Targets: wire / fompi, the same for an all-reduce, and the library's own / fompi."""
+LEAST_OF_LINK, LEAST_OF_LINK_ALL_REDUCE, LEAST_OF_LIBRARY = 0.95, 0.92, 0.97
+"""Targets: link / fompi, the same for an all-reduce, and the library's own / fompi."""
 
-BOUND, NATIVE, COPIES = "fompi, bound", "MPI through host memory", "copies alone"
+BOUND, THROUGH_HOST, COPIES = "fompi, bound", "MPI through host memory", "copies alone"
 """The contestants on a device, besides the default schedule."""
 
 CANDIDATES: dict[str, dict[str, Any]] = {
@@ -77,43 +77,43 @@ def measured(bench: Bench, operation: str, total: int) -> Row:
     able = {name: how for name, how in CANDIDATES.items() if can_move(how["schedule"], operation, size)}
     with ExitStack() as held:
         calls: dict[str, Call] = {
-            "native": native(operation, bench.mpi, x, reference.shape),
+            "library": library_call(operation, bench.mpi, x, reference.shape),
             **bench.by_schedules(held, operation, able, x=x),
             DEFAULT: partial(getattr(fompi, operation), x, comm=bench.comm),
         }
         errors = bench.checked(calls, reference)
         if not cluster.shared:
-            calls["wire"] = lambda: cluster.exchange(sent(operation, total, size))
-        row = bench.row(_title(operation, total), calls, base="native", errors=errors)
+            calls["link"] = lambda: cluster.exchange(sent(operation, total, size))
+        row = bench.row(_title(operation, total), calls, base="library", errors=errors)
     best = row.best(CANDIDATES)
     if cluster.shared:
-        return replace(row, figures=[row.ratio("native", best)])
-    of_wire = LEAST_OF_WIRE_ALL_REDUCE if operation == "all_reduce" else LEAST_OF_WIRE
+        return replace(row, figures=[row.ratio("library", best)])
+    of_link = LEAST_OF_LINK_ALL_REDUCE if operation == "all_reduce" else LEAST_OF_LINK
     figures = [
-        row.ratio("wire", best, least=of_wire, limit=1.0),
-        row.ratio("native", best, least=LEAST_OF_NATIVE),
-        row.ratio("native", DEFAULT, least=LEAST_OF_NATIVE),
+        row.ratio("link", best, least=of_link, limit=1.0),
+        row.ratio("library", best, least=LEAST_OF_LIBRARY),
+        row.ratio("library", DEFAULT, least=LEAST_OF_LIBRARY),
     ]
-    return replace(row, limits={"wire": row.median("wire")}, figures=figures)
+    return replace(row, limits={"link": row.median("link")}, figures=figures)
 
 
 def on_device(bench: Bench, operation: str, total: int) -> Row:
     """A collective on a device, besides MPI's own on copies in host memory. Its limit is the copies alone."""
     place, call = bench.place, getattr(fompi, operation)
     x, reference = problem_of(operation, total, bench.comm.rank, bench.comm.size)
-    there, exchange = place.array(x), native(operation, bench.mpi, x, reference.shape)
+    there, exchange = place.array(x), library_call(operation, bench.mpi, x, reference.shape)
 
     def through_host() -> Any:
         x[...] = place.read(there)
         return place.array(exchange())
 
     with call.bind(there, comm=bench.comm) as step:
-        calls = {BOUND: step, DEFAULT: partial(call, there, comm=bench.comm), NATIVE: through_host}
+        calls = {BOUND: step, DEFAULT: partial(call, there, comm=bench.comm), THROUGH_HOST: through_host}
         timed = {name: place.finished(call) for name, call in calls.items()}
         errors = bench.checked(timed, reference)
         timed[COPIES] = place.finished(copies(bench, sent(operation, total, bench.comm.size)))
-        row = bench.row(_title(operation, total), timed, base=NATIVE, errors=errors)
-    figures = [row.ratio(COPIES, BOUND, limit=1.0), row.ratio(NATIVE, BOUND), row.ratio(NATIVE, DEFAULT)]
+        row = bench.row(_title(operation, total), timed, base=THROUGH_HOST, errors=errors)
+    figures = [row.ratio(COPIES, BOUND, limit=1.0), row.ratio(THROUGH_HOST, BOUND), row.ratio(THROUGH_HOST, DEFAULT)]
     return replace(row, limits={COPIES: row.median(COPIES)}, figures=figures)
 
 
@@ -159,7 +159,7 @@ def problem_of(operation: str, total: int, rank: int, size: int) -> tuple[np.nda
     return x, summed if operation == "all_reduce" else summed[own]
 
 
-def native(operation: str, comm: Any, x: np.ndarray, shape: tuple[int, ...]) -> Callable[[], np.ndarray]:
+def library_call(operation: str, comm: Any, x: np.ndarray, shape: tuple[int, ...]) -> Callable[[], np.ndarray]:
     """The MPI library's own blocking call."""
     y, collective = np.empty(shape, x.dtype), of_mpi(comm, operation)
 

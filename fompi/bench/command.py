@@ -12,7 +12,7 @@ import fompi
 from fompi.base.errors import FompiError
 from fompi.bench import table, trial
 from fompi.bench.cluster import TcpHosts
-from fompi.bench.measure import Bench, HostPlace, Options
+from fompi.bench.measure import Bench, HostPlace
 from fompi.cli.output import Progress, UsageError, show_markdown
 from fompi.cli.plan import product_of
 from fompi.engine.handshake import agree
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=DEVICES, help="on buffers of a device: fused (or no suite), collectives, parallel, step"
     )
     parser.add_argument("--ranks", type=int, default=2, help="outside of mpirun: how many to start (2)")
-    parser.add_argument("--rounds", type=int, default=15, help="turns of every contestant (15)")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds in which every contestant runs (15)")
     parser.add_argument("--row", metavar="WORDS", default="", help="only the rows with these words in their name")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller rows")
     parser.add_argument(
@@ -81,8 +81,8 @@ def run(options: argparse.Namespace) -> int:
             Progress.of_rank(comm.rank, f"bench {suite}") as progress,
             TcpHosts(comm.link.comm, options.quick) as cluster,
         ):
-            measure = Options(options.rounds, options.quick, progress, options.row, like)
-            rows = suite_of(suite).rows(Bench(comm, cluster, measure, place))
+            bench = Bench(comm, cluster, options.rounds, options.quick, options.row, progress, like, place)
+            rows = suite_of(suite).rows(bench)
         place.check()
         if not rows:
             raise FompiError(f"bench {suite}: no row has {options.row!r} in its name")

@@ -14,7 +14,7 @@ the same buckets, and their gradients are compared before the timing.
 Of k buckets the first one is full after a k-th of the backward, and the last one when it ends. So no step is shorter
 than either of two bounds:
 
-- the wire: forward, a k-th of the backward, and all messages;
+- the link: forward, a k-th of the backward, and all messages;
 - the cores: compute, the host time of the messages of k - 1 buckets, and the messages of the last one. Host time is
   what messages in the background add to kernels that last longer than the messages.
 
@@ -95,7 +95,7 @@ def _limits(row: Row, buckets: int, backward: float, host: float) -> dict[str, f
     """The two bounds of a step."""
     compute, messages = row.median(COMPUTE), row.median(MESSAGES)
     return {
-        "the wire": compute - backward * (1 - 1 / buckets) + messages,
+        "the link": compute - backward * (1 - 1 / buckets) + messages,
         "the cores": compute + host * (1 - 1 / buckets) + messages / buckets,
     }
 

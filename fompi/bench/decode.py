@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ import torch
 import fompi
 from fompi.base.layout import split
 from fompi.bench.measure import Bench, Call, Calls
-from fompi.bench.training import Block, beside_torch
+from fompi.bench.training import Block, Gpt, beside_torch
 from fompi.engine.communicator import Communicator
 from fompi.mpi.transport import start_mpi
 from fompi.parallel.tensor import all_reduce_rmsnorm
@@ -42,21 +42,10 @@ Sum = Callable[..., Waits | None]
 """Sums a tensor over the ranks, in place."""
 
 
-class Size(NamedTuple):
-    """The decoder, and the tokens of its prompt."""
+FULL, INNER = Gpt(12, 1024, 16, 32_000, 1, 512), 4224
+"""0.2 billion parameters, with INNER columns in an MLP. A sequence is as long as its prompt."""
 
-    layers: int
-    hidden: int
-    inner: int
-    heads: int
-    vocabulary: int
-    prompt: int
-
-
-FULL = Size(12, 1024, 4224, 16, 32_000, 512)
-"""0.2 billion parameters."""
-
-QUICK = Size(2, 64, 128, 4, 256, 32)
+QUICK, QUICK_INNER = Gpt(2, 64, 4, 256, 1, 32), 128
 
 WITHIN_MPI, LEAST_DECODE, LEAST_PREFILL = 0.95, 1.35, 1.2
 """Asked for: MPI / fompi and gloo / fompi of a token, and gloo / fompi of a prompt between hosts."""
@@ -64,7 +53,7 @@ WITHIN_MPI, LEAST_DECODE, LEAST_PREFILL = 0.95, 1.35, 1.2
 
 def rows(bench: Bench) -> list[Row]:
     with beside_torch(bench) as (beside, group), torch.inference_mode():
-        decoder = Decoder(bench.comm, QUICK if bench.quick else FULL)
+        decoder = Decoder(bench.comm, *(QUICK, QUICK_INNER) if bench.quick else (FULL, INNER))
         sums = {GLOO: partial(_summed, None), OURS: partial(_summed, group), LIBRARY: partial(_by_library, bench.mpi)}
         return beside.rows(
             {
@@ -75,10 +64,10 @@ def rows(bench: Bench) -> list[Row]:
         )
 
 
-def sum_and_norm(bench: Bench, size: Size) -> Row:
-    comm, tokens = bench.comm, 4 * size.prompt
-    x = np.random.default_rng(comm.rank).standard_normal((tokens, size.hidden), np.float32)
-    residual, weight = np.ones_like(x), np.ones(size.hidden, np.float32)
+def sum_and_norm(bench: Bench, size: Gpt) -> Row:
+    comm, tokens = bench.comm, 4 * size.length
+    x = np.random.default_rng(comm.rank).standard_normal((tokens, size.width), np.float32)
+    residual, weight = np.ones_like(x), np.ones(size.width, np.float32)
     mine = residual[: split(tokens, comm.size)[comm.rank]]
 
     def by_hand() -> Any:
@@ -94,7 +83,7 @@ def sum_and_norm(bench: Bench, size: Size) -> Row:
     wanted, (_, *names) = by_hand(), calls
     for name in names:
         np.testing.assert_allclose(calls[name]()[0][0], wanted, rtol=1e-4, atol=1e-4)
-    what = f"sum, residual and norm of {tokens} x {size.hidden}"
+    what = f"sum, residual and norm of {tokens} x {size.width}"
     row = replace(bench, moves="").row(what, calls, base="fompi, sharded")
     return replace(row, figures=[row.ratio("by hand", name) for name in names])
 
@@ -117,16 +106,16 @@ def _by_library(mpi: Any, t: Any, waits: bool = True) -> Waits | None:
 class Decoder:
     """The heads, columns and part of the vocabulary of this rank."""
 
-    def __init__(self, comm: Communicator, size: Size):
+    def __init__(self, comm: Communicator, size: Gpt, inner: int):
         def share(count: int) -> int:
             return count // comm.size + (comm.rank < count % comm.size)
 
-        self.size, head_dim, heads = size, size.hidden // size.heads, share(size.heads)
+        self.size, head_dim, heads = size, size.width // size.heads, share(size.heads)
         torch.manual_seed(comm.rank)
-        blocks = [Block(size.hidden, share(size.inner), heads, head_dim) for _ in range(size.layers)]
-        self.layers = [(block, torch.zeros(2, heads, size.prompt + 1, head_dim)) for block in blocks]
-        self.output = torch.nn.Linear(size.hidden, share(size.vocabulary), bias=False)
-        self.x = torch.randn(size.prompt + 1, size.hidden, generator=torch.Generator().manual_seed(-1))
+        blocks = [Block(size.width, share(inner), heads, head_dim) for _ in range(size.layers)]
+        self.layers = [(block, torch.zeros(2, heads, size.length + 1, head_dim)) for block in blocks]
+        self.output = torch.nn.Linear(size.width, share(size.vocabulary), bias=False)
+        self.x = torch.randn(size.length + 1, size.width, generator=torch.Generator().manual_seed(-1))
 
     def run(self, summed: Sum, begin: int, end: int, halves: int) -> Any:
         """The logits behind the tokens from `begin` to `end`, in `halves` parts."""
@@ -158,7 +147,7 @@ def _row(bench: Bench, what: str, calls: Calls) -> Row:
 
 
 def one_token(bench: Bench, decoder: Decoder, sums: Mapping[str, Sum]) -> Row:
-    at = decoder.size.prompt
+    at = decoder.size.length
     decoder.run(sums[OURS], 0, at, 1)
     row = _row(bench, "decode, one token", {name: partial(decoder.run, f, at, at + 1, 1) for name, f in sums.items()})
     figures = [
@@ -170,7 +159,7 @@ def one_token(bench: Bench, decoder: Decoder, sums: Mapping[str, Sum]) -> Row:
 
 
 def prompt(bench: Bench, decoder: Decoder, sums: Mapping[str, Sum]) -> Row:
-    count = decoder.size.prompt
+    count = decoder.size.length
     calls = {
         f"{name}{' in halves' * (halves > 1)}": partial(decoder.run, each, 0, count, halves)
         for name, each in sums.items()

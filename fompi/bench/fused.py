@@ -194,7 +194,7 @@ def cpu_seconds(bench: Bench, exchange: Call) -> float:
 def shape_on_device(bench: Bench) -> tuple[int, int, int]:
     """M, K and N. Raises UsageError if the ranks do not divide them."""
     fits = SOFTWARE_SHAPE if bench.place.is_software else QUICK_SHAPE if bench.quick else SHAPE
-    m, k, n = shape = bench.options.like or fits
+    m, k, n = shape = bench.like or fits
     if any(length % bench.comm.size for length in shape):
         raise UsageError(f"bench --device: {bench.comm.size} ranks must divide M, K and N, not {m},{k},{n}")
     return shape
@@ -206,14 +206,13 @@ def on_device(bench: Bench, case: PeerCase, shape: tuple[int, int, int]) -> Row:
     x, w = case.operands(comm.rank, comm.size)
     m, inner, outer = case.product
     reference = getattr(fompi, case.operation)(x, w, comm=comm, schedule="unfused")
-    gathers = case.operation == "all_gather_matmul"
-    moved = place.array(x if gathers else np.ones((m, outer), np.float32))
+    moved = place.array(x if case.gathers else np.ones((m, outer), np.float32))
     a, b = (place.array(np.ones(each, np.float32)) for each in ((m, inner), (inner, outer)))
     launch = backend.bind("matmul", [a, b], [place.device.empty((m, outer), np.float32)], ["float32"] * 2, ["float32"])
     with ExitStack() as held:
         how = {**ON_DEVICE, DEVICE_UNFUSED: {"schedule": "unfused"}}
         steps = bench.by_schedules(held, case.operation, how, x=place.array(x), w=place.array(w))
-        collective, direct = "all_gather" if gathers else "reduce_scatter", {MESSAGES: {"schedule": "direct"}}
+        collective, direct = "all_gather" if case.gathers else "reduce_scatter", {MESSAGES: {"schedule": "direct"}}
         alone = {
             PRODUCT: lambda: backend.leave([launch([])]),
             **bench.by_schedules(held, collective, direct, x=moved),

@@ -39,21 +39,6 @@ DEFAULT = "fompi, default schedule"
 """The contestant that is called as a user calls it: without binding, without naming a schedule."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """The rounds of every row. With `quick` there are fewer and smaller rows. `progress` shows which row runs.
-
-    With `row` only the rows run whose name has it, in small or capital letters. `like` is the shape of the rows, if it
-    is the user's.
-    """
-
-    rounds: int
-    quick: bool = False
-    progress: Progress = field(default_factory=Progress)
-    row: str = ""
-    like: tuple[int, int, int] | None = None
-
-
 class HostPlace:
     """Where tensors are: in the memory of the host. A call is finished when it returns."""
 
@@ -88,12 +73,18 @@ class HostPlace:
 class Bench:
     """The ranks and hosts of a benchmark, how much is measured, and where its tensors are.
 
-    `moves` says in words how the messages of rivals progress.
+    Every row has these `rounds`. With `quick` there are fewer and smaller rows. With `wanted` only the rows run whose
+    name has it, in small or capital letters. `shown` says which row runs. `like` is the shape of the rows, if it is the
+    user's. `moves` says in words how the messages of rivals progress.
     """
 
     comm: Communicator
     cluster: TcpHosts
-    options: Options
+    rounds: int
+    quick: bool = False
+    wanted: str = ""
+    shown: Progress = field(default_factory=Progress)
+    like: tuple[int, int, int] | None = None
     place: HostPlace = field(default_factory=HostPlace)
     moves: str = ""
 
@@ -102,14 +93,10 @@ class Bench:
         """The communicator of mpi4py."""
         return self.comm.link.comm
 
-    @property
-    def quick(self) -> bool:
-        return self.options.quick
-
     def each(self, items: Sequence[T], name: Callable[[T], str] = str) -> Iterator[T]:
         """The items with a name that is wanted. The progress shows each when it is taken."""
-        wanted = self.options.row.lower()
-        return self.options.progress.each([item for item in items if wanted in name(item).lower()], name)
+        wanted = self.wanted.lower()
+        return self.shown.each([item for item in items if wanted in name(item).lower()], name)
 
     def rows(self, makers: Mapping[str, Callable[[Bench], Row]]) -> list[Row]:
         """The rows with a name that is wanted."""
@@ -121,10 +108,10 @@ class Bench:
 
     def times(self, contestants: Calls, rounds: int = 0, **how: Any) -> dict[str, list[float]]:
         """`alternate` with the rounds and the silence of this benchmark, or others."""
-        return alternate(self.mpi, contestants, rounds or self.options.rounds, **{"idle": self.cluster.idle, **how})
+        return alternate(self.mpi, contestants, rounds or self.rounds, **{"idle": self.cluster.idle, **how})
 
     def row(self, what: str, calls: Calls, **fields: Any) -> Row:
-        """The calls, timed in turns."""
+        """The calls, timed in rounds."""
         return self.row_of(what, self.times(calls), **fields)
 
     def row_of(self, what: str, samples: Mapping[str, Sequence[float]], **fields: Any) -> Row:

@@ -168,18 +168,20 @@ def changing_sizes(bench: Bench) -> Iterator[Row]:
     data = np.ones((capacity * size, 4), np.float32)
     with fompi.bind(plan("all_gather", data[:capacity], size), comm=comm, x=data[:capacity].copy()) as bound:
 
-        def in_turn(call: Callable[[Any], object]) -> Call:
+        def with_counts(call: Callable[[Any], object]) -> Call:
             """Each call uses the next counts. All contestants use the same ones."""
             following = cycle(tables)
             return lambda: call(next(following))
 
         contestants = {
-            "a2a": in_turn(lambda table: fompi.all_to_all(data[: sum(table[rank])], counts=table[rank], comm=comm)),
-            "bare a2a": in_turn(lambda table: bare_all_to_all(bench, data, table)),
-            "gather": in_turn(lambda table: bound(counts=table[0])),
-            "bare gather": in_turn(lambda table: bare_all_to_all(bench, data, tuple((n,) * size for n in table[0]))),
+            "a2a": with_counts(lambda table: fompi.all_to_all(data[: sum(table[rank])], counts=table[rank], comm=comm)),
+            "bare a2a": with_counts(lambda table: bare_all_to_all(bench, data, table)),
+            "gather": with_counts(lambda table: bound(counts=table[0])),
+            "bare gather": with_counts(
+                lambda table: bare_all_to_all(bench, data, tuple((n,) * size for n in table[0]))
+            ),
         }
-        seconds = _times(bench, contestants, max(1, calls // bench.options.rounds))
+        seconds = _times(bench, contestants, max(1, calls // bench.rounds))
     for what, name, shown in (("all-to-all", "a2a", UNBOUND), ("all-gather", "gather", BOUND)):
         samples = {shown: seconds[name], BARE: seconds[f"bare {name}"]}
         figure = difference(f"{shown}, above the bare messages", *samples.values(), most=50)
@@ -222,7 +224,7 @@ def planning(bench: Bench) -> Iterator[Row]:
         fompi.verify(made)
         Compiled(made, 0)
 
-    seconds = [seconds_of(cold) for _ in range(bench.options.rounds)]
+    seconds = [seconds_of(cold) for _ in range(bench.rounds)]
     figure = median_figure("cold", seconds, "ms", most=50)
     yield Row("a plan for 8 ranks, written, verified, compiled", "", {"cold": seconds}, figures=[figure])
     yield from choosing(bench)
@@ -260,7 +262,7 @@ def choosing(bench: Bench) -> Iterator[Row]:
         clear_choices()
         return seconds_of(partial(cold, made, machine))
 
-    plain, rounds = Machine.load("gigabit"), bench.options.rounds
+    plain, rounds = Machine.load("gigabit"), bench.rounds
     machines = {"gigabit": plain, "h100-ndr": Machine.load("h100-ndr"), "calibrated": _calibrated(plain)}
     slow = machines["calibrated, one slow rank"] = replace(machines["calibrated"], rates=(1.0, 0.25))
     for ranks in [8] if bench.quick else COLD_MS:
@@ -290,7 +292,7 @@ def walking(bench: Bench) -> Iterator[Row]:
     for ranks, uneven in ((1024, True), (4096, False)):
         made = problem("all_gather", ranks, Form((64, 512), "float32"))
         sizes = Sizes(tuple(64 + (r * 37 % 11) * uneven for r in range(ranks)))
-        times = min(bench.options.rounds, COLD_ROUNDS)
+        times = min(bench.rounds, COLD_ROUNDS)
         seconds = [seconds_of(partial(walk, made, sizes)) for _ in range(times)]
         what = f"the walk of {'an uneven' if uneven else 'an even'} ring of {ranks} ranks"
         figures = [median_figure("all-gather", seconds, "ms", most=WALK_MS)]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -28,6 +28,7 @@ import fompi
 from fompi.backends.emulated import CORNER, Emulated, corner
 from fompi.base.layout import offsets, split
 from fompi.bench.measure import Bench, Call, plan, schedules
+from fompi.bench.peers import PeerCase
 from fompi.bench.rivals.exchange import bare_exchange
 from fompi.model.machine import Machine
 from fompi.mpi.transport import library
@@ -45,14 +46,14 @@ PIECES = (1, 4, 8)
 
 CANDIDATES = schedules({"direct": (1, 4, 8, 16), "ring": (1, 4, 8, 16)})
 UNFUSED: dict[str, dict[str, Any]] = {
-    "unfused, native": {"schedule": "unfused"},
+    "unfused, library": {"schedule": "unfused"},
     "unfused, P2P": {"schedule": "unfused_p2p"},
     "unfused, P2P paced": {"schedule": "unfused_p2p", "window": 1},
     "unfused, P2P in 8 slices": {"schedule": "unfused_p2p", "slices": 8, "window": 1},
 }
 SLICED: dict[str, dict[str, Any]] = {
     f"{slices} slices, {kind}": {"schedule": schedule, "slices": slices}
-    for kind, schedule in (("native", "sliced"), ("P2P", "sliced_p2p"))
+    for kind, schedule in (("library", "sliced"), ("P2P", "sliced_p2p"))
     for slices in (2, 4, 8)
 }
 KERNEL, BARE = "kernel alone", "bare exchange"
@@ -64,59 +65,50 @@ MOST_EXPOSED = {"MPICH": 0.002, "Open MPI": 0.005}
 """Targets for exposed / communication. The paper reports 0.2 %."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """The problem of one rank. The corners of its operands hold whole numbers, new ones in each round."""
+def operands(case: PeerCase, rank: int, size: int) -> tuple[Array, Array]:
+    """x and w of a rank. Their corners hold whole numbers: those of x new ones for each call (`x_corner`)."""
+    x, w = (np.zeros(shape, np.float32) for shape in case.shapes(size))
+    corner(w, whole=True)[...] = weight(rank)
+    return x, w
 
-    operation: str
-    rank: int
-    size: int
 
-    @property
-    def gathers(self) -> bool:
-        return self.operation == "all_gather_matmul"
+def weight(rank: int) -> Array:
+    """The corner of w on a rank."""
+    return np.arange(1.0, CORNER**2 + 1, dtype=np.float32).reshape(CORNER, CORNER) + rank
 
-    def operands(self) -> tuple[Array, Array]:
-        shapes = [(M // self.size, N), (N, K)] if self.gathers else [(M, K), (K, N)]
-        x, w = (np.zeros(shape, np.float32) for shape in shapes)
-        corner(w, whole=True)[...] = self.weight(self.rank)
-        return x, w
 
-    @staticmethod
-    def weight(rank: int) -> Array:
-        return np.arange(1.0, CORNER**2 + 1, dtype=np.float32).reshape(CORNER, CORNER) + rank
+def x_corner(case: PeerCase, rank: int, size: int, call: int) -> Array:
+    """The corner of x on a rank, in this call."""
+    rows = case.shapes(size)[0][0]
+    return np.random.default_rng([rank, call]).integers(0, 100, (rows, CORNER)).astype(np.float32)
 
-    def x_corner(self, rank: int, turn: int) -> Array:
-        """The corner of x on a rank."""
-        rows = M // self.size if self.gathers else M
-        return np.random.default_rng([rank, turn]).integers(0, 100, (rows, CORNER)).astype(np.float32)
 
-    def expected(self, turn: int) -> Array:
-        """The corner of this rank's correct result."""
-        ranks = range(self.size)
-        if self.gathers:
-            return np.concatenate([self.x_corner(rank, turn) for rank in ranks]) @ self.weight(self.rank)
-        own = slice(*offsets(split(M, self.size))[self.rank : self.rank + 2])
-        return sum((self.x_corner(rank, turn)[own] @ self.weight(rank) for rank in ranks), np.zeros((), np.float32))
+def expected(case: PeerCase, rank: int, size: int, call: int) -> Array:
+    """The corner of the correct result of a rank."""
+    corners = [x_corner(case, source, size, call) for source in range(size)]
+    if case.gathers:
+        return np.concatenate(corners) @ weight(rank)
+    own = slice(*offsets(split(case.m, size))[rank : rank + 2])
+    return sum((x[own] @ weight(source) for source, x in enumerate(corners)), np.zeros((), np.float32))
 
 
 def rows(bench: Bench) -> list[Row]:
     made: list[Row] = []
     for operation in OPERATIONS[: 1 if bench.quick else None]:
-        setting = Setting(operation, bench.comm.rank, bench.comm.size)
-        exchange = best_exchange(bench, setting)
-        for ratio in bench.each(RATIOS, partial(_title, setting)):
-            made.append(measured(bench, setting, exchange, ratio))
+        case = PeerCase(operation, M, N, K)
+        exchange = best_exchange(bench, case)
+        for ratio in bench.each(RATIOS, partial(_title, case)):
+            made.append(measured(bench, case, exchange, ratio))
     return made
 
 
-def _title(setting: Setting, ratio: float) -> str:
-    return f"{setting.operation}, T_m / T_c = {ratio:g}"
+def _title(case: PeerCase, ratio: float) -> str:
+    return f"{case.operation}, T_m / T_c = {ratio:g}"
 
 
-def best_exchange(bench: Bench, setting: Setting) -> Call:
+def best_exchange(bench: Bench, case: PeerCase) -> Call:
     """The messages of the operation without its kernels, in the number of pieces that is fastest with this MPI."""
-    shard = M // setting.size * N * 4
+    shard = case.m // bench.comm.size * case.n * 4
     exchanges = {
         f"{pieces} {to}": bare_exchange(bench.cluster.own, shard, pieces, round_the_ring=to == "next")
         for pieces in PIECES
@@ -125,26 +117,26 @@ def best_exchange(bench: Bench, setting: Setting) -> Call:
     return exchanges[best_of(bench.times(exchanges, 3))]
 
 
-def measured(bench: Bench, setting: Setting, exchange: Call, ratio: float) -> Row:
-    x, w = setting.operands()
-    turns, calls = [0], dict[str, Call]()
+def measured(bench: Bench, case: PeerCase, exchange: Call, ratio: float) -> Row:
+    rank, size, number, calls = bench.comm.rank, bench.comm.size, [0], dict[str, Call]()
+    x, w = operands(case, rank, size)
 
     def renew(name: str) -> None:
-        turns[0] += 1
-        corner(x)[...] = setting.x_corner(setting.rank, turns[0])
+        number[0] += 1
+        corner(x)[...] = x_corner(case, rank, size, number[0])
 
     def check(name: str, result: Any) -> None:
-        if name in calls and not np.array_equal(corner(result), setting.expected(turns[0])):
-            raise WrongResult(f"{name} is wrong on rank {setting.rank} in turn {turns[0]}")
+        if name in calls and not np.array_equal(corner(result), expected(case, rank, size, number[0])):
+            raise WrongResult(f"{name} is wrong on rank {rank} in call {number[0]}")
 
     def timed(t_m: float, schedules: Mapping[str, Mapping[str, Any]], rounds: int = 0) -> dict[str, list[float]]:
-        machine = Machine("emulated accelerator", 0.0, 1.0, 2 * M * K * N * ratio / t_m, 1e12, 5e-6)
+        machine = Machine("emulated accelerator", 0.0, 1.0, 2 * case.m * case.k * case.n * ratio / t_m, 1e12, 5e-6)
         with ExitStack() as held:
-            alone = held.enter_context(bench.comm.split(setting.rank, name="one rank"))
-            yardsticks = {KERNEL: kernel_alone(alone, setting, machine, held), BARE: exchange}
+            alone = held.enter_context(bench.comm.split(rank, name="one rank"))
+            yardsticks = {KERNEL: kernel_alone(alone, case, machine, held), BARE: exchange}
             calls.clear()
             for name, how in schedules.items():
-                made = plan(setting.operation, x, w, setting.size, **how)
+                made = plan(case.operation, x, w, size, **how)
                 calls[name] = bench.bound(held, made, x=x, w=w, backend=Emulated(machine))
             return bench.times(yardsticks | calls, rounds, before=renew, after=check)
 
@@ -154,12 +146,12 @@ def measured(bench: Bench, setting: Setting, exchange: Call, ratio: float) -> Ro
     contestants = {best: CANDIDATES[best], **UNFUSED, **SLICED}
     # The calls before an exchange change its time. So T_m is measured between these very calls.
     pilot = timed(median(pilot[BARE]), contestants, PILOT_ROUNDS)
-    return evaluated(bench, setting, ratio, best, timed(median(pilot[BARE]), contestants))
+    return evaluated(bench, case, ratio, best, timed(median(pilot[BARE]), contestants))
 
 
-def evaluated(bench: Bench, setting: Setting, ratio: float, best: str, samples: dict[str, list[float]]) -> Row:
+def evaluated(bench: Bench, case: PeerCase, ratio: float, best: str, samples: dict[str, list[float]]) -> Row:
     """The row with its limits and figures. `best` is fompi's best schedule."""
-    row = bench.row_of(_title(setting, ratio), samples, base=best, marks=["emulated accelerator"])
+    row = bench.row_of(_title(case, ratio), samples, base=best, marks=["emulated accelerator"])
     t_c, t_m, asked = row.median(KERNEL), row.median(BARE), bench.asked
     unfused, sliced, limit = row.best(UNFUSED), row.best(SLICED), (t_c + t_m) / max(t_c, t_m)
     if ratio < 1:
@@ -179,11 +171,10 @@ def evaluated(bench: Bench, setting: Setting, ratio: float, best: str, samples: 
     return replace(row, limits={"T_c": t_c, "T_m": t_m}, figures=figures, progress=words)
 
 
-def kernel_alone(alone: fompi.Communicator, setting: Setting, machine: Machine, held: ExitStack) -> Call:
+def kernel_alone(alone: fompi.Communicator, case: PeerCase, machine: Machine, held: ExitStack) -> Call:
     """The product of a rank in one call, on a communicator of one rank."""
-    x, w = setting.operands()
-    if setting.gathers:
-        x = np.zeros((M, N), np.float32)
+    m, inner, outer = case.product
+    x, w = np.zeros((m, inner), np.float32), np.zeros((inner, outer), np.float32)
     step = fompi.bind(plan("all_gather_matmul", x, w, 1), comm=alone, x=x, w=w, backend=Emulated(machine))
     made: Call = held.enter_context(step)
     return made

@@ -23,6 +23,7 @@ from statistics import median
 
 from fompi.bench import strategies
 from fompi.bench.accelerator import INSTANT, MARK, PILOT_ROUNDS, Accelerator
+from fompi.bench.axes import data_beside_tensor, whole_step
 from fompi.bench.measure import Bench, Call
 from fompi.bench.pipelines import pipelines
 from fompi.bench.strategies import (
@@ -35,8 +36,6 @@ from fompi.bench.strategies import (
     StrategySetting,
     with_bound,
 )
-from fompi.bench.two_axes import data_beside_tensor
-from fompi.bench.whole_step import whole_step
 from fompi.tuning.rounds import Row
 
 

@@ -25,15 +25,15 @@ from fompi.bench.cluster import TcpHosts
 from fompi.bench.measure import Bench, Call, schedules
 from fompi.bench.rivals import plain_mpi
 from fompi.bench.rivals.gloo import Gloo
-from fompi.bench.rivals.rival import OPERATIONS, Array, Rival
-from fompi.bench.rivals.xla import Mpi4jax, Xla
+from fompi.bench.rivals.rival import OPERATIONS, Array
+from fompi.bench.rivals.xla import Xla
 from fompi.tuning.rounds import Figure, Row, geometric_mean, texts
 
 M = 2048
 KS, QUICK_KS = (512, 1024, 2048, 4096), (512,)
 SLICES, QUICK_SLICES = (2, 4, 8), (2,)
 FUSED = schedules({"direct": (1, 2, 4, 8, (1, 2, 4), (4, 2, 1))})
-KERNEL, WIRE = "kernel alone", "wire"
+KERNEL, LINK = "kernel alone", "link"
 UNFUSED_P2P, BLOCKING, PAIRWISE = "unfused, fompi P2P", "unfused, mpi4py blocking", "unfused, mpi4py P2P"
 UNFUSED = (UNFUSED_P2P, BLOCKING, PAIRWISE)
 
@@ -62,16 +62,22 @@ class PeerCase:
     def operands(self, rank: int, size: int) -> tuple[Array, Array]:
         """x and w of a rank."""
         generator = np.random.default_rng([rank, self.k])
-        shapes = [(self.m, self.k), (self.k, self.n)]
-        if self.operation == "all_gather_matmul":
-            shapes = [(self.m // size, self.n), (self.n, self.k)]
-        x, w = (generator.standard_normal(shape, np.float32) for shape in shapes)
+        x, w = (generator.standard_normal(shape, np.float32) for shape in self.shapes(size))
         return x, w
+
+    @property
+    def gathers(self) -> bool:
+        return self.operation == "all_gather_matmul"
+
+    def shapes(self, size: int) -> list[tuple[int, int]]:
+        """Those of x and w of a rank."""
+        m, inner, outer = self.product
+        return [(m // size if self.gathers else m, inner), (inner, outer)]
 
     def reference(self, rank: int, size: int) -> Array:
         """The result of a rank, in float64."""
         operands = [[t.astype(float) for t in self.operands(source, size)] for source in range(size)]
-        if self.operation == "all_gather_matmul":
+        if self.gathers:
             return np.concatenate([x for x, _ in operands]) @ operands[rank][1]
         rows = self.m // size
         own = slice(None) if self.operation == "matmul_all_reduce" else slice(rank * rows, (rank + 1) * rows)
@@ -81,7 +87,7 @@ class PeerCase:
     @property
     def product(self) -> tuple[int, int, int]:
         """The sizes of the product of a rank: rows, the inner dimension, columns."""
-        inner, outer = (self.n, self.k) if self.operation == "all_gather_matmul" else (self.k, self.n)
+        inner, outer = (self.n, self.k) if self.gathers else (self.k, self.n)
         return self.m, inner, outer
 
     def sent(self, size: int) -> int:
@@ -125,7 +131,7 @@ def rows(bench: Bench) -> list[Row]:
         return [*measured_rows, summary(bench, measured_rows)]
 
 
-Peer = Callable[[str, Array, Array], Rival]
+Peer = Callable[[str, Array, Array], Call]
 
 
 @contextmanager
@@ -160,8 +166,6 @@ def frameworks(cluster: TcpHosts, slices: Sequence[int]) -> Iterator[tuple[dict[
             peers.update({f"gloo, {s} slices": partial(gloo.slices, s) for s in slices})
         if xla := start("JAX", "jax", lambda place: Xla(comm, place)):
             peers |= {"JAX collectives": xla.collectives, "JAX ppermute ring": xla.ring}
-        if mpi4jax := start("mpi4jax", "mpi4jax", lambda place: Mpi4jax(comm)):
-            peers["mpi4jax"] = mpi4jax.collectives
         yield peers, absent
 
 
@@ -181,44 +185,36 @@ def without_fompi(bench: Bench, held: ExitStack, case: PeerCase, slices: Sequenc
     """The operation without overlap, and by mpi4py in slices, bound until `held` closes them."""
     mpi, operation = bench.mpi, case.operation
     x, w = case.operands(bench.comm.rank, bench.comm.size)
-    rivals = {
-        BLOCKING: plain_mpi.blocking(operation, mpi, x, w),
-        PAIRWISE: plain_mpi.pairwise(operation, mpi, x, w),
-        **{f"{s} slices, native": plain_mpi.native_slices(operation, mpi, x, w, s) for s in slices},
-        **{f"{s} slices, P2P": plain_mpi.pairwise(operation, mpi, x, w, s) for s in slices},
+    return {
+        **bench.by_schedules(held, operation, {UNFUSED_P2P: {"schedule": "unfused_p2p"}}, x=x, w=w),
+        BLOCKING: plain_mpi.blocking(operation, mpi, x, w, held),
+        PAIRWISE: plain_mpi.pairwise(operation, mpi, x, w, held),
+        **{f"{s} slices, library": plain_mpi.library_slices(operation, mpi, x, w, held, s) for s in slices},
+        **{f"{s} slices, P2P": plain_mpi.pairwise(operation, mpi, x, w, held, s) for s in slices},
     }
-    unfused = bench.by_schedules(held, operation, {UNFUSED_P2P: {"schedule": "unfused_p2p"}}, x=x, w=w)
-    return unfused | calls_of(rivals, held)
-
-
-def calls_of(rivals: Mapping[str, Rival], held: ExitStack) -> dict[str, Call]:
-    """The calls of rivals, until `held` closes them."""
-    for rival in rivals.values():
-        held.callback(rival.close)
-    return {name: rival.call for name, rival in rivals.items()}
 
 
 def measured(
     bench: Bench, case: PeerCase, slices: Sequence[int], peers: Mapping[str, Peer], absent: Mapping[str, str]
 ) -> Row:
-    """Check the contestants, time them in turns with the bare kernel and the bare wire, and compare."""
+    """Check the contestants, time them in rounds with the bare kernel and the bare link, and compare."""
     comm, cluster = bench.comm, bench.cluster
     x, w = case.operands(comm.rank, comm.size)
     with ExitStack() as held:
         calls = {
             **bench.by_schedules(held, case.operation, FUSED, x=x, w=w),
             **without_fompi(bench, held, case, slices),
-            **calls_of({name: peer(case.operation, x, w) for name, peer in peers.items()}, held),
+            **{name: peer(case.operation, x, w) for name, peer in peers.items()},
         }
         errors = bench.checked(calls, case.reference(comm.rank, comm.size))
         calls[KERNEL] = kernel_of(case)
         if not cluster.shared:
-            calls[WIRE] = lambda: cluster.exchange(case.sent(comm.size))
+            calls[LINK] = lambda: cluster.exchange(case.sent(comm.size))
         row = bench.row_of(str(case), bench.times(calls, monitor=cluster.monitor), absent=absent, errors=errors)
     return replace(
         row,
         base=row.best(UNFUSED),
-        limits={"T_c": row.median(KERNEL)} | ({} if cluster.shared else {"wire": row.median(WIRE)}),
+        limits={"T_c": row.median(KERNEL)} | ({} if cluster.shared else {"link": row.median(LINK)}),
         figures=figures(bench, row, row.best(FUSED)),
         progress=progress_of(bench),
     )
@@ -226,14 +222,14 @@ def measured(
 
 def progress_of(bench: Bench) -> str:
     """How the messages of a row progressed, and how often others disturbed it, in words."""
-    return f"{bench.progress}; slices of mpi4py: a helper that polls; {bench.cluster.turns()}"
+    return f"{bench.progress}; slices of mpi4py: a helper that polls; {bench.cluster.runs()}"
 
 
 def figures(bench: Bench, row: Row, best: str) -> list[Figure]:
-    """The best schedule of fompi against the best of each kind of rival. Targets apply only if there is a wire."""
-    others = [name for name in row.samples if name.startswith((BLOCKING, PAIRWISE, "gloo", "JAX", "mpi4jax"))]
+    """The best schedule of fompi against the best of each kind of rival. Targets apply only between hosts."""
+    others = [name for name in row.samples if name.startswith((BLOCKING, PAIRWISE, "gloo", "JAX"))]
     whole = [name for name in others if not name.startswith("gloo, ")]  # we did not slice their asynchronous calls
-    sliced = [name for name in row.samples if name.endswith((" slices, native", " slices, P2P"))]
+    sliced = [name for name in row.samples if name.endswith((" slices, library", " slices, P2P"))]
     unfused, balance = row.best(UNFUSED), balance_of(row)
     compared = [
         row.ratio(unfused, best, limit=None if balance is None else (1 + balance) / max(1, balance)),
@@ -246,8 +242,8 @@ def figures(bench: Bench, row: Row, best: str) -> list[Figure]:
 
 
 def balance_of(row: Row) -> float | None:
-    """T_m / T_c. None if there is no wire."""
-    return row.median(WIRE) / row.median(KERNEL) if WIRE in row.samples else None
+    """T_m / T_c. None if there is no link."""
+    return row.median(LINK) / row.median(KERNEL) if LINK in row.samples else None
 
 
 def low_end(slower: Figure, most: float | None) -> Figure:

@@ -75,7 +75,7 @@ def pipelines(bench: Bench) -> Row:
     bench.times({name: partial(pipe.step, inputs, inputs) for name, pipe in pipes.items()}, after=note)
     hop = {"hop": partial(cluster.exchange, int(np.prod(ACTIVATION)) * 4)}
     c = 0.0 if cluster.shared else median(bench.times(hop, PILOT_ROUNDS)["hop"])
-    samples = {name: each[-bench.options.rounds :] for name, each in spans.items()}
+    samples = {name: each[-bench.rounds :] for name, each in spans.items()}
     formula = {name: predicted(name, comm.size, MICROBATCHES, chunks_of(name), seconds[name], c) for name in SCHEDULES}
     figures, most = [], bench.asked(MOST_BEYOND_FORMULA)
     for name, pipe in pipes.items():

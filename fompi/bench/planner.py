@@ -127,7 +127,7 @@ class _Measured(NamedTuple):
 
 def _measured(bench: Bench, machine: Machine, case: PeerCase) -> _Measured:
     """Measure the chosen plan, the best others by the model, and those without overlap."""
-    comm, monitor, rounds = bench.comm, bench.cluster.monitor, bench.options.rounds
+    comm, monitor, rounds = bench.comm, bench.cluster.monitor, bench.rounds
     x, w = case.operands(comm.rank, comm.size)
     measure = partial(slowdown, machine, comm)
     machine = slowed(machine, measure() if monitor is None else monitor.measure(measure))
@@ -148,7 +148,7 @@ def _measured(bench: Bench, machine: Machine, case: PeerCase) -> _Measured:
     seconds = {str(candidate): seconds for candidate, seconds in walked.items()}
     at_kernels = {str(candidate): predict(explained.plan_of(candidate), now) for candidate in walked}
     limits = {"T_c": first.median(KERNEL), "bound": explained.lower_bound.seconds}
-    words = f"{bench.progress}; {bench.cluster.turns()}"
+    words = f"{bench.progress}; {bench.cluster.runs()}"
     measured = _Measured(
         replace(first, limits=limits, predicted=seconds, progress=words),
         replace(final, predicted={name: seconds[name] for name in final.samples}),

@@ -17,8 +17,7 @@ import numpy as np
 import fompi
 from fompi.backends.numbers import for_numpy, product
 from fompi.base.layout import split
-from fompi.bench.accelerator import INSTANT, PILOT_ROUNDS, Accelerator
-from fompi.bench.kernels import spend
+from fompi.bench.accelerator import INSTANT, PILOT_ROUNDS, Accelerator, spend
 from fompi.bench.measure import Bench, Call, repeated
 from fompi.engine.communicator import Communicator
 from fompi.engine.mesh import Mesh

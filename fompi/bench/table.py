@@ -51,8 +51,7 @@ def refusal(rank: int, rows: str | None, page: str | None = None, plot: str | No
     """What is wrong with the files. It is checked before anything is measured."""
     try:
         if plot is not None:
-            picture.check(plot)
-            picture.needs_matplotlib(plot)
+            picture.check(plot, needs_matplotlib=True)
         for name in (rows, page, plot) if rank == 0 else ():
             if name is not None and name != PRINTED:
                 check_writable(name)

@@ -15,13 +15,14 @@ from typing import Any
 
 import fompi
 from fompi.base.errors import LaunchError
+from fompi.base.tables import Table
 from fompi.base.wires import wire_of
 from fompi.bench import fused, table
 from fompi.bench.cluster import TcpHosts
-from fompi.bench.measure import DEFAULT, Bench, Options
+from fompi.bench.measure import DEFAULT, Bench
 from fompi.bench.peers import KERNEL, UNFUSED, cases_of
 from fompi.cli import plan
-from fompi.cli.output import Progress, Table, UsageError, is_first_rank, show, show_json
+from fompi.cli.output import Progress, UsageError, is_first_rank, show, show_json
 from fompi.engine.handshake import agree
 from fompi.mpi import launcher, transport
 from fompi.runtime.report import percentile
@@ -52,9 +53,9 @@ PATIENCE = 2.0
 """Seconds for each operation to wait until others leave the cores (`NoiseMonitor`). Longer operations have more."""
 
 MANY_REPEATED, MANY_DISTURBED = 0.25, 0.02
-"""Above these shares of the turns there is a warning. Repeated turns do no harm, but some occur on an idle machine too.
+"""Above these shares of the runs there is a warning. Repeated runs do no harm, but some occur on an idle machine too.
 
-Turns that stayed disturbed are part of the result.
+Runs that stayed disturbed are part of the result.
 """
 
 
@@ -69,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hosts", type=int, help="make this many hosts on this machine, with links between them")
     parser.add_argument("--rate", metavar="R", help="the rate of each of these links: 500mbit, 1gbit (1gbit)")
     plan.add_wire_argument(parser)
-    parser.add_argument("--rounds", type=int, default=15, help="turns of every contestant (15)")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds in which every contestant runs (15)")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="the table as JSON (no FILE: print it)")
 
 
@@ -100,7 +101,7 @@ def run_shape(shape: Shape, ranks: int, rounds: int, json_file: str | None, wire
             Progress.of_rank(comm.rank, f"try {text}") as progress,
             TcpHosts(comm.link.comm, patience=PATIENCE) as cluster,
         ):
-            load, rows, bench = OtherLoad(cluster.comm), list[Row](), Bench(comm, cluster, Options(rounds))
+            load, rows, bench = OtherLoad(cluster.comm), list[Row](), Bench(comm, cluster, rounds)
             for case in progress.each(cases_of(shape, comm.size)):
                 rows.append(fused.measured(bench, case, has_slices=False, wire=wire))
                 if comm.rank == 0 and json_file != "-":
@@ -275,17 +276,17 @@ class Trial:
         if size == 1:
             circumstance = "there is one rank, so there are no messages to hide"
         elif cores < 1:
-            circumstance = f"a rank has {cores:.2g} cores, so kernels and messages take turns on them"
+            circumstance = f"a rank has {cores:.2g} cores, so kernels and messages share them"
         elif cluster.shared:
             circumstance = "all ranks share a host, where a message is a copy by the cores that compute"
         if rounded := [n for n in shape if n % size]:
             sizes = ", ".join(map(str, rounded))
             warnings.append(f"{sizes}: measured as the next multiple of {size}, to be spread evenly")
-        turns, repeated, disturbed = cluster.totals
-        if disturbed > MANY_DISTURBED * turns or repeated > MANY_REPEATED * turns:
+        runs, repeated, disturbed = cluster.totals
+        if disturbed > MANY_DISTURBED * runs or repeated > MANY_REPEATED * runs:
             again = f", and {disturbed} of them were disturbed again" * bool(disturbed)
             warnings.append(
-                f"others used the cores: {repeated} of {turns} turns were repeated{again}; "
+                f"others used the cores: {repeated} of {runs} runs were repeated{again}; "
                 "try again when the machine is idle"
             )
         elif (used := others_in_words(*others)) is not None:

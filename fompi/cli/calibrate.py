@@ -46,16 +46,16 @@ def run(options: argparse.Namespace) -> int:
         agree(comm, f"calibrate {options.file}", _refusal(comm, options.file, options.force))
         device = None if options.device is None else device_for(options.device, comm, "calibrate")
         with Progress.of_rank(comm.rank, "calibrate") as progress:
-            found = calibrate_and_judge(comm, progress.step, options.limit, device)
-        is_written = options.force or found.verdict.is_usable
+            machine, verdict = calibrate_and_judge(comm, progress.step, options.limit, device)
+        is_written = options.force or verdict.is_usable
         if comm.rank == 0:
             if is_written:
-                found.machine.save(options.file)
-            print(found.machine.to_json() if options.json else found.machine, flush=True)
+                machine.save(options.file)
+            print(machine.to_json() if options.json else machine, flush=True)
             what = f"written to {options.file}" if is_written else f"{options.file} is not written (--force writes it)"
-            lines = f"verdict: {found.verdict}\n{what} in {perf_counter() - begun:.0f} s"
+            lines = f"verdict: {verdict}\n{what} in {perf_counter() - begun:.0f} s"
             print(lines if is_written else lines.rpartition(" in ")[0], file=sys.stderr if options.json else sys.stdout)
-    return 0 if found.verdict.is_usable else 1
+    return 0 if verdict.is_usable else 1
 
 
 def _refusal(comm: Any, file: str, force: bool) -> Exception | None:

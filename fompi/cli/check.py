@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import fompi
 from fompi.base import file_checks
-from fompi.base.errors import LayoutError
-from fompi.cli import check_orders, plan
-from fompi.cli.check_orders import CheckedOrder
+from fompi.base.errors import LayoutError, PlanError
+from fompi.cli import plan
 from fompi.cli.output import show_json
 from fompi.foreign import msccl
-from fompi.foreign.algorithm import Algorithm, ScheduleError
-from fompi.foreign.proof import Judgement, check
+from fompi.foreign.algorithm import ScheduleError
+from fompi.foreign.proof import check
 from fompi.foreign.translate import plan_of
 from fompi.model.machine import Machine
-from fompi.parallel.order_files import is_order
+from fompi.parallel.order_files import OrderVerdict, is_order, judge
 
 EXAMPLE = "{} check allreduce_ring.xml --machine h100-nvlink --nbytes 1000000"
 
@@ -31,13 +31,26 @@ LEAST_SENT = {
 
 
 class Checked(NamedTuple):
-    """A file, and what was found."""
+    """What was found in a file: `what` it holds, why that is wrong (empty: it is right), and more, in words.
+
+    `values` are for JSON. `run` is what --run has found.
+    """
 
     file: str
-    algorithm: Algorithm
-    verdict: Judgement
-    seconds: float | None  # on a machine; None: it is wrong, or no plan has its form
-    run: str  # what --run has found
+    what: str
+    reasons: Sequence[str]
+    values: dict[str, Any]
+    words: Sequence[str] = ()
+    run: str = ""
+
+    @property
+    def is_right(self) -> bool:
+        return not self.reasons and "wrong" not in self.run
+
+    def __str__(self) -> str:
+        verdict = "wrong" if self.reasons else "right"
+        more = self.reasons or [*self.words, *filter(None, [self.run])]
+        return "\n".join([f"{self.file}: {verdict}: {self.what}", *(f"  {line}" for line in more)])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,50 +69,77 @@ def run(options: argparse.Namespace) -> int:
         raise fompi.PlanError(f"--nbytes {options.nbytes} must be from 1 to 2**40")
     found = [_checked(file, machine, options.nbytes, options.run) for file in options.files]
     if options.json:
-        show_json([each.values() if isinstance(each, CheckedOrder) else _values(each) for each in found])
+        show_json([each.values for each in found])
     else:
-        texts = (
-            each.text() if isinstance(each, CheckedOrder) else _text(each, machine, options.nbytes) for each in found
-        )
-        print("\n".join(texts))
-    return int(not all(each.verdict.is_right and "wrong" not in each.run for each in found))
+        print("\n".join(map(str, found)))
+    return int(not all(each.is_right for each in found))
 
 
-def _checked(file: str, machine: Machine, nbytes: int, runs: bool) -> Checked | CheckedOrder:
+def _checked(file: str, machine: Machine, nbytes: int, runs: bool) -> Checked:
     path = Path(file)
     try:
         if not path.is_file():
             raise ScheduleError("no such file")
         content = file_checks.read(path)
-        if is_order(text := file_checks.decoded(content)):
-            return check_orders.checked(file, text, runs)
-        algorithm = msccl.read(content)
-        verdict = check(algorithm)
-    except (ScheduleError, LayoutError, OSError) as error:
+        text = file_checks.decoded(content)
+        return _order(file, text, runs) if is_order(text) else _schedule(file, content, machine, nbytes, runs)
+    except (ScheduleError, LayoutError, PlanError, OSError) as error:
         words = str(error)
         raise ScheduleError(words if words.startswith(file) else f"{file}: {words}") from None
+
+
+def _on_ranks(file: str, ranks: int, equal: Callable[[fompi.Communicator], bool]) -> str:
+    """What --run has found: `equal(comm)` runs it, and says whether the result of this rank is right. Collective."""
+    import numpy as np
+
+    with fompi.Communicator() as comm:
+        if comm.size != ranks:
+            raise ScheduleError(f"{file} is for {ranks} ranks: run it with mpirun -n {ranks}, not {comm.size}")
+        every = np.asarray(fompi.all_gather(np.array([equal(comm)]), comm=comm))
+        return "run: right" if every.all() else f"run: wrong on the ranks {np.flatnonzero(~every).tolist()}"
+
+
+# ------------------------------------------------------------------------------------------------- schedules of MSCCL
+
+
+def _schedule(file: str, content: bytes, machine: Machine, nbytes: int, runs: bool) -> Checked:
+    """A schedule. There is no time on a machine if no plan has its form."""
+    algorithm = msccl.read(content)
+    verdict, size = check(algorithm), algorithm.ranks
+    what = f"{algorithm.collective} of {size} ranks in {algorithm.chunks} chunks"
+    values: dict[str, Any] = {
+        "file": file, "right": verdict.is_right, "reasons": list(verdict.reasons), "collective": algorithm.collective,
+        "ranks": size, "chunks": algorithm.chunks, "in_place": algorithm.in_place,
+    }  # fmt: skip
     if not verdict.is_right:
-        return Checked(file, algorithm, verdict, None, "")
-    rows = max(1, nbytes // 4 // algorithm.ranks)
+        return Checked(file, what, verdict.reasons, values)
+    sent, least = max(verdict.moved) / algorithm.chunks, LEAST_SENT[algorithm.collective](size)
+    words = [
+        f"a rank sends up to {sent:.3g} of the tensor (at least {least:.3g}); {verdict.depth} messages one after the "
+        f"other; a connection holds {verdict.slots} at a time"
+    ]
+    seconds, ran = None, ""
     try:
-        made = plan_of(algorithm, verdict.order, rows, (), "float32")
+        made = plan_of(algorithm, verdict, max(1, nbytes // 4 // size), (), "float32")
         fompi.verify(made)
-    except ScheduleError as error:
+    except ScheduleError:
         if runs:
-            raise ScheduleError(f"{file}: {error}") from None
-        return Checked(file, algorithm, verdict, None, "")
-    return Checked(file, algorithm, verdict, fompi.simulate(made, machine).seconds, _run(file, made) if runs else "")
+            raise
+    else:
+        seconds, ran = fompi.simulate(made, machine).seconds, _run_plan(file, made) if runs else ""
+        words.append(f"{1e3 * seconds:.4g} ms for {nbytes} bytes on {machine.name}, as a plan that is verified")
+    values |= {"sent": sent, "least": least, "depth": verdict.depth, "slots": verdict.slots}
+    values |= {"seconds": seconds, "run": ran}
+    return Checked(file, what + ", in place" * algorithm.in_place, (), values, words, ran)
 
 
-def _run(file: str, made: fompi.Plan) -> str:
+def _run_plan(file: str, made: fompi.Plan) -> str:
     """Run it on whole numbers, so that the order of a sum makes no difference. Collective."""
     import numpy as np
 
     from fompi.plans.conditions import reference
 
-    with fompi.Communicator() as comm:
-        if comm.size != made.size:
-            raise ScheduleError(f"{file} is for {made.size} ranks: run it with mpirun -n {made.size}, not {comm.size}")
+    def equal(comm: fompi.Communicator) -> bool:
         extents = [made.extents(rank) for rank in range(made.size)]
         given = [
             {"x": np.random.default_rng(rank).integers(-9, 9, program.buffer("x").shape(e)).astype(np.float32)}
@@ -108,46 +148,84 @@ def _run(file: str, made: fompi.Plan) -> str:
         wanted = reference(made.problem, given, made.sizes, np)[comm.rank]
         with fompi.bind(made, comm=comm, **given[comm.rank]) as step:
             y = np.asarray(step())
-        equal = y.tobytes() == np.ascontiguousarray(next(iter(wanted.values()))).tobytes()
-        every = np.asarray(fompi.all_gather(np.array([equal]), comm=comm))
-        return "run: right" if every.all() else f"run: wrong on the ranks {np.flatnonzero(~every).tolist()}"
+        return y.tobytes() == np.ascontiguousarray(next(iter(wanted.values()))).tobytes()
+
+    return _on_ranks(file, made.size, equal)
 
 
-def _text(found: Checked, machine: Machine, nbytes: int) -> str:
-    algorithm, verdict = found.algorithm, found.verdict
-    what = f"{algorithm.collective} of {algorithm.ranks} ranks in {algorithm.chunks} chunks"
+# ------------------------------------------------------------------------------- orders of torch.distributed.pipelining
+
+
+def _order(file: str, text: str, runs: bool) -> Checked:
+    """The order of a pipeline (`fompi.parallel.order_files`)."""
+    verdict = judge(text)
+    what = f"a pipeline of {verdict.ranks} ranks, {verdict.stages} stages and {verdict.microbatches} micro-batches"
+    ran = _run_order(file, verdict) if runs and verdict.is_right else ""
+    values = {"file": file, "right": verdict.is_right, **verdict._asdict(), "run": ran}
+    del values["rows"]
     if not verdict.is_right:
-        return "\n".join([f"{found.file}: wrong: {what}", *(f"  {reason}" for reason in verdict.reasons)])
-    sent, least = _sent(found)
-    lines = [
-        f"{found.file}: right: {what}{', in place' * algorithm.in_place}",
-        f"  a rank sends up to {sent:.3g} of the tensor (at least {least:.3g}); {verdict.depth} messages one after the "
-        f"other; a connection holds {verdict.slots} at a time",
+        return Checked(file, what, verdict.reasons, values)
+    listed = f", with its {verdict.messages} messages" if verdict.messages else ", without messages"
+    words = [
+        f"{verdict.span:g} units where F, I and W take 1 and B takes 2, and messages nothing: ranks are idle for "
+        f"{verdict.idle:.1%} of it; a rank holds up to {verdict.alive} micro-batches"
     ]
-    if found.seconds is not None:
-        lines.append(f"  {1e3 * found.seconds:.4g} ms for {nbytes} bytes on {machine.name}, as a plan that is verified")
-    return "\n".join([*lines, *[f"  {found.run}"] * bool(found.run)])
+    return Checked(file, what + listed, (), values, words, ran)
 
 
-def _sent(found: Checked) -> tuple[float, float]:
-    """How much of the whole tensor a rank sends at most, and how much it must send on average."""
-    algorithm = found.algorithm
-    return max(found.verdict.moved) / algorithm.chunks, LEAST_SENT[algorithm.collective](algorithm.ranks)
+def _run_order(file: str, verdict: OrderVerdict) -> str:
+    """Run it as a pipeline of products of small whole numbers, whose gradients are known. Collective."""
+    import numpy as np
 
+    from fompi.model.pipeline import stages_of
+    from fompi.parallel.orders import order, placement_in
+    from fompi.parallel.pipeline import Pipeline
 
-def _values(found: Checked) -> dict[str, Any]:
-    algorithm, verdict = found.algorithm, found.verdict
-    values: dict[str, Any] = {
-        "file": found.file,
-        "right": verdict.is_right,
-        "reasons": list(verdict.reasons),
-        "collective": algorithm.collective,
-        "ranks": algorithm.ranks,
-        "chunks": algorithm.chunks,
-        "in_place": algorithm.in_place,
-    }
-    if verdict.is_right:
-        sent, least = _sent(found)
-        values |= {"sent": sent, "least": least, "depth": verdict.depth, "slots": verdict.slots}
-        values |= {"seconds": found.seconds, "run": found.run}
-    return values
+    class Product:
+        """y = x @ w"""
+
+        def __init__(self, stage: int):
+            self.w = np.random.default_rng(stage).integers(-1, 2, (3, 3)).astype(np.float64)
+            self.gradient = np.zeros_like(self.w)
+
+        def forward(self, x: Any) -> tuple[Any, Any]:
+            return x @ self.w, np.array(x)
+
+        def backward(self, x: Any, dy: Any) -> Any:
+            self.backward_weight((x, np.array(dy)))
+            return dy @ self.w.T
+
+        def backward_input(self, x: Any, dy: Any) -> tuple[Any, Any]:
+            return dy @ self.w.T, (x, np.array(dy))
+
+        def backward_weight(self, rest: tuple[Any, Any]) -> None:
+            self.gradient += rest[0].T @ rest[1]
+
+    def loss(y: Any, target: Any) -> tuple[float, Any]:
+        return float((y * target).sum()), np.array(target)
+
+    xs, targets = (
+        [np.random.default_rng([i, k]).integers(-2, 3, (2, 3)).astype(np.float64) for i in range(verdict.microbatches)]
+        for k in (0, 1)
+    )
+
+    def equal(comm: fompi.Communicator) -> bool:
+        chunks = verdict.stages // verdict.ranks
+        steps = order([[*row] for row in verdict.rows], verdict.ranks, verdict.microbatches, chunks)
+        mine = stages_of(comm.rank, comm.size, chunks, placement_in(steps, chunks))
+        stages = {stage: Product(stage) for stage in mine}
+        how: dict[str, Any] = {"microbatches": verdict.microbatches, "activations": (2, 3), "dtype": "float64"}
+        with Pipeline([*stages.values()], comm=comm, schedule=steps, loss=loss, **how) as pipe:
+            pipe.step(xs, targets)
+        whole = [Product(stage) for stage in range(verdict.stages)]
+        for x, target in zip(xs, targets, strict=True):
+            saved = []
+            for each in whole:
+                x, before = each.forward(x)
+                saved.append(before)
+            d = target
+            for each, before in zip(reversed(whole), reversed(saved), strict=True):
+                d = each.backward(before, d)
+        return all(np.array_equal(product.gradient, whole[stage].gradient) for stage, product in stages.items())
+
+    return _on_ranks(file, verdict.ranks, equal)

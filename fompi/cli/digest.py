@@ -143,20 +143,20 @@ class Comparison(NamedTuple):
     other_calls: tuple[Result | None, Result | None] | None  # where one run has made another call than the other
 
 
+def _by_comm(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """The results of each communicator, in the order of its calls."""
+    comms: dict[str, list[Result]] = {result.comm: [] for result in results}
+    for result in sorted(results, key=lambda r: (r.call, r.name)):
+        comms[result.comm].append(result)
+    return comms
+
+
 def compare(one: Sequence[Result], other: Sequence[Result]) -> Comparison:
     """Compare the results call by call, on each communicator. Calls are compared until they are others."""
     compared, skipped, differing = 0, 0, list[tuple[Result, Result]]()
     split: tuple[Result | None, Result | None] | None = None
-    there: dict[str, list[Result]] = {}
-    for result in other:
-        there.setdefault(result.comm, []).append(result)
-    for queue in there.values():
-        queue.sort(key=lambda r: (r.call, r.name))
-    here: dict[str, list[Result]] = {}
-    for result in one:
-        here.setdefault(result.comm, []).append(result)
+    here, there = _by_comm(one), _by_comm(other)
     for comm, queue in here.items():
-        queue.sort(key=lambda r: (r.call, r.name))
         for a, b in zip(queue, there.get(comm, []), strict=False):
             if a.form != b.form:
                 split = split or (a, b)

@@ -25,27 +25,29 @@ import numpy as np
 
 from fompi.base.errors import FompiError, WaitTimeout
 from fompi.base.layout import Shard, Spec
+from fompi.base.tables import Table
 from fompi.cli import info
 from fompi.cli.facts import collect
 from fompi.cli.findings import (
     BETWEEN,
     PRODUCT,
     PRODUCTS,
+    WITHIN,
     Facts,
     Finding,
     HostFacts,
-    Measured,
     Products,
     findings,
     milliseconds,
     wall_ahead,
 )
-from fompi.cli.output import Progress, Table, UsageError, show, show_json
+from fompi.cli.output import Progress, UsageError, show, show_json
 from fompi.engine import faults
 from fompi.engine.communicator import Communicator
 from fompi.engine.progress import native_share
 from fompi.model import fit
 from fompi.model.fit import Pairs
+from fompi.model.machine import Level
 from fompi.mpi import environment, launcher, transport
 from fompi.ops.operations import plan
 from fompi.runtime import alignment
@@ -168,13 +170,13 @@ class _Steps:
             self.undone.append(name)
             return otherwise
 
-    def levels(self, pairs: Pairs, hosts: Sequence[str]) -> list[Measured]:
+    def levels(self, pairs: Pairs, hosts: Sequence[str]) -> list[tuple[str, Level]]:
         """The links inside the groups of ranks that the pairs show, and between them."""
         topology, found = fit.find_topology(self.comm.size, pairs), []
         for number in range(len(topology.groups) + 1):
             partners = fit.exchange_rings(topology, number)
             between = any(hosts[rank] != hosts[source] for rank, (source, _) in partners.items())
-            found.append(Measured(between, self.messages.level(topology, number)))
+            found.append((BETWEEN if between else WITHIN, self.messages.level(topology, number)))
         return found
 
     def products(self, hosts: Sequence[str], local_rank: int) -> dict[str, Products]:
@@ -255,7 +257,7 @@ def measure(given: Mapping[str, Any], seconds: float, say: Callable[[str], objec
         none: dict[str, Products] = {}
         products = steps.step("products", lambda: steps.products(hosts, row["local_rank"]), none)
         pairs: Pairs = {}
-        levels: list[Measured] = []
+        levels: list[tuple[str, Level]] = []
         moved = None
         if several:
             pairs = steps.step("pairs of ranks", steps.messages.pairs, {})
@@ -296,6 +298,11 @@ def blocks(facts: Facts, found: Sequence[Finding]) -> list[Table | str]:
     return [*parts, *(numbered or ["no findings: nothing is wrong here"])]
 
 
+def _message_rate(level: Level) -> float:
+    """Messages of the smallest measured size per second, of each rank."""
+    return 1 / level.curve[0][1] if level.curve else 0.0
+
+
 def _link_rows(facts: Facts) -> list[list[str]]:
     """A row for each level of links. If the levels do not show the links between hosts, a row of the pairs does."""
     hosts, pairs = [place.host for place in facts.places], {}
@@ -304,15 +311,15 @@ def _link_rows(facts: Facts) -> list[list[str]]:
         pairs[between] = f"{8e-9 * min(rates):.3g} to {8e-9 * max(rates):.3g}" if rates else ""
     rows = [
         [
-            measured.where,
-            f"{1e6 * measured.level.latency:.1f}",
-            f"{measured.message_rate:.0f}",
-            f"{8e-9 * measured.level.bandwidth:.3g}",
-            pairs[measured.between],
+            where,
+            f"{1e6 * level.latency:.1f}",
+            f"{_message_rate(level):.0f}",
+            f"{8e-9 * level.bandwidth:.3g}",
+            pairs[where == BETWEEN],
         ]
-        for measured in facts.levels
+        for where, level in facts.levels
     ]
-    if pairs[True] and not any(measured.between for measured in facts.levels):
+    if pairs[True] and all(where != BETWEEN for where, _ in facts.levels):
         rows.append([BETWEEN, "", "", "", pairs[True]])
     return rows
 
@@ -367,13 +374,13 @@ def _values(facts: Facts) -> dict[str, Any]:
         "pairs": [{"ranks": pair, "bytes_per_second": rate} for pair, rate in facts.pairs.items()],
         "links": [
             {
-                "where": each.where,
-                "ranks": each.level.ranks,
-                "latency": each.level.latency,
-                "messages_per_second": each.message_rate,
-                "bytes_per_second": each.level.bandwidth,
+                "where": where,
+                "ranks": level.ranks,
+                "latency": level.latency,
+                "messages_per_second": _message_rate(level),
+                "bytes_per_second": level.bandwidth,
             }
-            for each in facts.levels
+            for where, level in facts.levels
         ],
         "moved_while_kernels_run": facts.moved,
         "clocks": [{"rank": rank, **asdict(clock)} for rank, clock in facts.clocks.items()],

@@ -7,8 +7,8 @@ from typing import Any
 
 import fompi
 from fompi.cli import picture, plan
-from fompi.cli.output import Table, is_pretty, show, show_json
-from fompi.planner.explain import COLUMNS, SHOWN_TIMES, Explanation
+from fompi.cli.output import show_json, show_parts
+from fompi.planner.explain import SHOWN_TIMES, Explanation
 
 EXAMPLE = "{} explain all_gather_matmul 4096x4096 4096x14336 --ranks 8 --dtype bfloat16"
 
@@ -38,10 +38,8 @@ def run(options: argparse.Namespace) -> int:
     explanation = fompi.explain(options.operation, *plan.specs_of(options), **how, schedules=schedules)
     if options.json:
         show_json(_values(explanation, options.top))
-    elif is_pretty():
-        _draw(explanation, options.top or SHOWN_TIMES)
     else:
-        print(explanation.text(options.top or SHOWN_TIMES))
+        show_parts(explanation.parts(options.top or SHOWN_TIMES))
     if options.timeline and not options.json:
         print(explanation.timeline())
     if options.plot:
@@ -79,9 +77,3 @@ def _values(explanation: Explanation, most: int | None) -> dict[str, Any]:
         "unfused": str(explanation.unfused.candidate),
         "gain": explanation.unfused.seconds / explanation.winner.seconds if explanation.winner.seconds else 1.0,
     }
-
-
-def _draw(explanation: Explanation, most: int) -> None:
-    """The lines of `Explanation.text`, with its table drawn."""
-    table = Table(COLUMNS, explanation.rows(most), right=COLUMNS[1:-1])
-    show("\n".join(explanation.verdict()), table, *filter(None, ["\n".join(explanation.remarks(most))]))

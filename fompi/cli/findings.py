@@ -9,15 +9,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from fompi.engine.progress import ENOUGH_SHARE
 from fompi.model.fit import Pairs
 from fompi.model.machine import Level
 from fompi.traces.clocks import Clock
 from fompi.tuning.verdict import others_in_words
-
-T = TypeVar("T")
 
 SEVERITIES = ("error", "warning", "note")
 """What a finding can be, worst first. An error makes the exit status 1."""
@@ -47,7 +45,7 @@ WALL_SECONDS, CLOCK_ERROR, DRIFT = 1.0, 1e-3, 2e-4
 PRODUCT, PRODUCTS, CROWDED_RATIO = 512, 20, 1.5
 """PRODUCTS products of PRODUCT x PRODUCT matrices show whether ranks slow each other down: by more than this ratio."""
 
-BETWEEN = "between hosts"
+BETWEEN, WITHIN = "between hosts", "within a host"
 
 RECORD_NBYTES, MOST_LINKS = 32768, 32
 """The size of what a rank says of its place, and the most links in it."""
@@ -100,31 +98,18 @@ class Products(NamedTuple):
     threads: float
 
 
-class Measured(NamedTuple):
-    """A level of links, and whether its messages go between hosts."""
-
-    between: bool
-    level: Level
-
-    @property
-    def where(self) -> str:
-        return BETWEEN if self.between else "within a host"
-
-    @property
-    def message_rate(self) -> float:
-        """Messages of the smallest measured size per second, of each rank."""
-        return 1 / self.level.curve[0][1] if self.level.curve else 0.0
-
-
 @dataclass(frozen=True)
 class Facts:
-    """What was collected and measured. `failure` is why no communicator could be made, `undone` are skipped steps."""
+    """What was collected and measured. `levels` are links, each BETWEEN hosts or WITHIN one.
+
+    `failure` is why no communicator could be made, `undone` are skipped steps.
+    """
 
     info: Mapping[str, Any]
     places: Sequence[HostFacts] = ()
     failure: str = ""
     pairs: Pairs = field(default_factory=dict)
-    levels: Sequence[Measured] = ()
+    levels: Sequence[tuple[str, Level]] = ()
     moved: float | None = None
     clocks: Mapping[int, Clock] = field(default_factory=dict)
     products: Mapping[str, Products] = field(default_factory=dict)
@@ -263,11 +248,11 @@ def _outliers(pairs: Pairs, least: float, hosts: Sequence[str]) -> Iterator[Find
 
 
 def _latencies(facts: Facts) -> Iterator[Finding]:
-    for measured in facts.levels:
-        if measured.level.latency > SLOW_LATENCY and facts.info["cores_per_rank"] >= 1:
+    for where, level in facts.levels:
+        if level.latency > SLOW_LATENCY and facts.info["cores_per_rank"] >= 1:
             yield Finding(
                 "warning",
-                f"a short message takes {milliseconds(measured.level.latency)} {measured.where}",
+                f"a short message takes {milliseconds(level.latency)} {where}",
                 "are the cores busy with something else? Ask for whole nodes (--exclusive), and for a core per rank",
             )
 

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from fompi.base.tables import Table
 from fompi.cli.facts import collect
-from fompi.cli.output import Table, UsageError, show, show_json
+from fompi.cli.output import show, show_json
 from fompi.cli.processes import counted
 
 EXAMPLE = "mpirun -n 4 {} info"
@@ -63,11 +64,6 @@ def remarks(facts: dict[str, Any]) -> list[str]:
     return lines
 
 
-def text(facts: dict[str, Any]) -> str:
-    """The blocks as plain text."""
-    return "\n\n".join(map(str, blocks(facts)))
-
-
 def brief_blocks(facts: dict[str, Any], program: str) -> list[str]:
     """What `fompi` prints without a subcommand: ten lines, what to correct, and the next command to try."""
     versions, ranks, launcher = facts["versions"], facts["ranks"], facts["launcher"]
@@ -99,7 +95,6 @@ def brief_blocks(facts: dict[str, Any], program: str) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--expect", type=int, metavar="N", help="exit with status 1 unless this is one job of N ranks")
-    parser.add_argument("--doctor", action="store_true", help=argparse.SUPPRESS)  # its old name
 
 
 def run(options: argparse.Namespace) -> int:
@@ -107,8 +102,6 @@ def run(options: argparse.Namespace) -> int:
 
     The others exit with 0, so that a launcher does not end the one that prints.
     """
-    if options.doctor:
-        raise UsageError("info --doctor is now `fompi doctor`")
     facts = collect()
     if not prints(facts):
         return 0
@@ -174,7 +167,7 @@ def _progress_lines(progress: dict[str, Any] | None) -> list[tuple[str, str]]:
     else:
         share = f"{native['share']:.0%} of {native['nbytes'] >> 10} KiB ({1e3 * native['seconds']:.3g} ms)"
         share += " move while all ranks stay out of MPI"
-    return [("progress", f"{progress['mode'] or 'none'} ({progress['source']}){helper}"), ("native", share)]
+    return [("progress", f"{progress['mode'] or 'none'} ({progress['source']}){helper}"), ("by itself", share)]
 
 
 def _mpi_lines(mpi: dict[str, Any] | None) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import fompi
 from fompi.cli import plan
-from fompi.cli.output import Table, is_pretty, show, show_json
+from fompi.cli.output import show_json, show_parts
 from fompi.model.pipeline import SCHEDULES
 from fompi.planner.layers import MODELS, Transformer
 from fompi.planner.layout import BATCH_TOKENS, FREE, TOP, Layouts
@@ -60,11 +60,8 @@ def run(options: argparse.Namespace) -> int:
     found = fompi.layouts(_model(options), options.ranks, machine, **how, **fixed)
     if options.json:
         show_json(_values(found))
-    elif is_pretty():
-        heads, *rows = found.table
-        show(found.title, Table(heads, rows, right=heads[:-1]), found.remark)
     else:
-        print(found)
+        show_parts(found.parts)
     return 0
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Self, TypeVar
 
+from fompi.base.tables import Table
 from fompi.mpi import launcher
 
 T = TypeVar("T")
@@ -59,29 +59,15 @@ def first_rank_only() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------------------ tables
 
 
-@dataclass(frozen=True)
-class Table:
-    """Columns of text. Those named in `right` are aligned to the right. `str(table)` is plain text."""
-
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    right: Collection[str] = ()
-
-    def __str__(self) -> str:
-        columns = []
-        for i, name in enumerate(self.columns):
-            cells = [name, *(row[i] for row in self.rows)]
-            width = max(map(len, cells))
-            columns.append([cell.rjust(width) if name in self.right else cell.ljust(width) for cell in cells])
-        return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
-
-
 def show(*parts: Table | str) -> None:
     """Print texts and tables, with an empty line between two of them."""
+    show_parts([each for part in parts for each in ("", part)][1:])
+
+
+def show_parts(parts: Iterable[Table | str]) -> None:
+    """Print texts and tables, one below the other. On a terminal tables are drawn, if rich is installed."""
     console = _console()
-    for i, part in enumerate(parts):
-        if i:
-            print()
+    for part in parts:
         if console is None or isinstance(part, str):
             print(part)
         else:
@@ -131,7 +117,7 @@ def _drawn(table: Table) -> Any:
     for name in table.columns:
         drawn.add_column(name, justify="right" if name in table.right else "left")
     for row in table.rows:
-        drawn.add_row(*row)
+        drawn.add_row(*map(str, row))
     return drawn
 
 

@@ -19,19 +19,14 @@ def save(picture: str, path: str | Path) -> None:
         _paint(picture, path)
 
 
-def needs_matplotlib(path: str | Path) -> None:
-    """Raise StateError if matplotlib is not installed."""
-    if find_spec("matplotlib") is None:
-        raise StateError(f"{path}: this needs matplotlib: pip install matplotlib")
-
-
-def check(path: str | Path) -> None:
-    """Raise LayoutError unless the suffix is .svg or .png. Raise StateError for .png without matplotlib."""
+def check(path: str | Path, needs_matplotlib: bool = False) -> None:
+    """Raise LayoutError unless the suffix is .svg or .png. Raise StateError without matplotlib, if it is needed."""
     suffix = Path(path).suffix
     if suffix not in (".svg", ".png"):
         raise LayoutError(f"{path}: a picture is SVG or PNG, so the name must end in .svg or .png")
-    if suffix == ".png" and find_spec("matplotlib") is None:
-        raise StateError(f"{path}: PNG needs matplotlib: pip install matplotlib, or take .svg")
+    if (suffix == ".png" or needs_matplotlib) and find_spec("matplotlib") is None:
+        other = "" if needs_matplotlib else ", or take .svg"
+        raise StateError(f"{path}: this needs matplotlib: pip install matplotlib{other}")
 
 
 def _paint(picture: str, path: Path) -> None:

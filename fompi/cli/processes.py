@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 from fompi.mpi import launcher
 
@@ -51,14 +51,6 @@ class Process:
         return cls(pid, _until_null(host), _until_null(device), cores, _until_null(uuid), *numbers)
 
 
-class Gpu(NamedTuple):
-    """The GPU of a local rank, and how many the process sees. "cpu" and 0 without any."""
-
-    device: str = "cpu"
-    uuid: str = ""
-    gpus: int = 0
-
-
 def _until_null(padded: bytes) -> str:
     return padded.partition(b"\0")[0].decode(errors="replace")
 
@@ -81,14 +73,14 @@ def _ranges(cores: Iterable[int]) -> str:
 def this_process(local_rank: int) -> Process:
     count = os.cpu_count() or 1
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(count)
-    gpu = gpu_of(local_rank, _driver())
+    device, uuid, gpus = gpu_of(local_rank, _driver())
     return Process(
         os.getpid(),
         socket.gethostname(),
-        gpu.device,
+        device,
         frozenset(cores),
-        gpu.uuid,
-        gpu.gpus,
+        uuid,
+        gpus,
         count,
         launcher.cores_per_rank(),
     )
@@ -102,20 +94,23 @@ def _driver() -> Any:
         return None
 
 
-def gpu_of(local_rank: int, cuda: Any) -> Gpu:
-    """The GPU that belongs to this local rank, by the driver `cuda` (None: there is no driver)."""
+def gpu_of(local_rank: int, cuda: Any) -> tuple[str, str, int]:
+    """The GPU that belongs to this local rank, its UUID, and how many the process sees. "cpu", "" and 0 without any.
+
+    `cuda` is the driver. None: there is none.
+    """
     count, device, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(128)
     if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)) or count.value == 0:
-        return Gpu()
+        return "cpu", "", 0
     ordinal = local_rank % count.value
     if cuda.cuDeviceGet(ctypes.byref(device), ordinal):
-        return Gpu(f"cuda:{ordinal}", "", count.value)
+        return f"cuda:{ordinal}", "", count.value
     named = "" if cuda.cuDeviceGetName(name, len(name), device) else f" {_until_null(name.value)}"
     uuid = ctypes.create_string_buffer(16)
     # The second version tells the slices of a GPU (MIG) apart. Old drivers lack it.
     ask = getattr(cuda, "cuDeviceGetUuid_v2", None) or getattr(cuda, "cuDeviceGetUuid", None)
     known = ask is not None and not ask(uuid, device)
-    return Gpu(f"cuda:{ordinal}{named}", uuid.raw.hex() if known else "", count.value)
+    return f"cuda:{ordinal}{named}", uuid.raw.hex() if known else "", count.value
 
 
 def rank_rows(processes: Sequence[Process]) -> list[dict[str, Any]]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 
 import fompi
+from fompi.base.tables import Table
 from fompi.cli import plan
-from fompi.cli.output import Table, UsageError, is_pretty, show, show_json
+from fompi.cli.output import UsageError, is_pretty, show_json, show_parts
 from fompi.planner.layers import MODELS, PARALLEL, LayerStep, step
 from fompi.traces.trace import Trace
 
@@ -41,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         show_json(_values(trace))
     elif is_pretty():
-        show(f"{trace.kind}: {trace.title} (ms)", _table(trace))
+        show_parts([f"{trace.kind}: {trace.title} (ms)", _table(trace)])
     else:
         print(trace)
     if options.save:
@@ -75,16 +76,8 @@ def _step(options: argparse.Namespace) -> int:
     predicted = step(options.model, options.parallel, options.ranks, plan.machine_of(options), options.tokens)
     if options.json:
         show_json(_step_values(predicted))
-    elif is_pretty():
-        head, *_, total = str(predicted).splitlines()
-        rows = [
-            (part.what, f"{1e3 * part.unfused:.3f}", f"{1e3 * part.fused:.3f}", part.schedule)
-            for part in predicted.parts
-        ]
-        times = ("unfused ms", "fused ms")
-        show(head, Table(("part", *times, "schedule"), rows, right=times), total)
     else:
-        print(predicted)
+        show_parts(predicted.lines)
     return 0
 
 

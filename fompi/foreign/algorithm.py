@@ -14,8 +14,11 @@ from fompi.base.errors import FompiError
 Connection = tuple[int, int, int]
 """(source, dest, channel)."""
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-"""What a schedule may be for, so that its result can be proven."""
+Term = tuple[int, int]
+"""(rank, chunk of its input)."""
+
+StepKey = tuple[int, int, int]
+"""(rank, thread, number) of a step."""
 
 
 class ScheduleError(FompiError):
@@ -59,6 +62,10 @@ class Step(NamedTuple):
     source: Region
     dest: Region
     after: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def key(self) -> StepKey:
+        return self.rank, self.thread, self.number
 
     def __str__(self) -> str:
         return f"rank {self.rank}, thread block {self.thread}, step {self.number} ({self.name})"

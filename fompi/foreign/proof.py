@@ -14,11 +14,12 @@ One run is enough for the rest: a thread cannot see what other threads do, excep
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 from typing import NamedTuple
 
-from fompi.foreign.algorithm import Algorithm, Connection, Region, ScheduleError, Step, Thread
+from fompi.foreign.algorithm import Algorithm, Connection, Region, ScheduleError, Step, StepKey, Term, Thread
 
 SLOTS = (1, 2, 4, 8)
 """How many messages a connection may hold, before its sender waits. With more than the last of these none is right."""
@@ -29,8 +30,8 @@ MOST_REASONS = 5
 MOST_WORK = 1 << 25
 """The most terms that all ranks or steps may move, and steps or thread blocks by thread blocks."""
 
-Value = tuple[tuple[int, int], ...]
-"""The terms of a chunk, sorted: (rank, chunk of its input)."""
+Value = tuple[Term, ...]
+"""The terms of a chunk, sorted."""
 
 At = tuple[int, int]
 """A thread: (rank, number)."""
@@ -40,7 +41,8 @@ class Judgement(NamedTuple):
     """`reasons` say what is wrong: empty if the schedule is right. `slots` is how many its connections need at least.
 
     `moved` are the chunks that each rank sends, `depth` the messages on the longest chain of them, and `order` are all
-    steps in an order in which they can be done.
+    steps in an order in which they can be done. `taken` are the messages that steps take then: the number of the first
+    chunk among all from its source to its dest, and one term of each chunk.
     """
 
     reasons: tuple[str, ...]
@@ -48,6 +50,7 @@ class Judgement(NamedTuple):
     moved: tuple[int, ...] = ()
     depth: int = 0
     order: tuple[Step, ...] = ()
+    taken: Mapping[StepKey, tuple[int, list[Term]]] = MappingProxyType({})
 
     @property
     def is_right(self) -> bool:
@@ -71,7 +74,7 @@ def check(algorithm: Algorithm) -> Judgement:
     moved = [0] * algorithm.ranks
     for step in algorithm.steps:
         moved[step.rank] += step.source.length if step.kind.sends else 0
-    return Judgement(tuple(reasons[:MOST_REASONS]), slots, tuple(moved), run.depth, tuple(run.order))
+    return Judgement(tuple(reasons[:MOST_REASONS]), slots, tuple(moved), run.depth, tuple(run.order), run.taken)
 
 
 def _check_size(algorithm: Algorithm) -> None:
@@ -140,10 +143,8 @@ def _steps(thread: Thread | None) -> Sequence[Step]:
     return () if thread is None else thread.steps
 
 
-class _Queued(NamedTuple):
-    values: list[Value]
-    clock: dict[At, int]
-    depth: int
+Queued = tuple[list[Value], dict[At, int], int, int]
+"""A message: its values, the clock of its sender, the length of its chain, and the number of its first chunk."""
 
 
 class _OnTerms:
@@ -153,9 +154,11 @@ class _OnTerms:
         self.algorithm, self.slots, self.most = algorithm, slots, 2 * algorithm.ranks
         self.threads = {(thread.rank, thread.number): thread for thread in algorithm.threads}
         self.at = dict.fromkeys(self.threads, 0)
-        self.queues: defaultdict[Connection, list[_Queued]] = defaultdict(list)
+        self.queues: defaultdict[Connection, list[Queued]] = defaultdict(list)
         self.clocks: dict[At, dict[At, int]] = {at: {} for at in self.threads}
-        self.clock_of: dict[tuple[int, int, int], dict[At, int]] = {}
+        self.clock_of: dict[StepKey, dict[At, int]] = {}
+        self.sent: defaultdict[tuple[int, int], int] = defaultdict(int)  # chunks from one rank to another
+        self.taken: dict[StepKey, tuple[int, list[Term]]] = {}
         self.depths = dict.fromkeys(self.threads, 0)
         self.memory: list[dict[tuple[str, int], Value]] = [
             {chunk: (term,) for chunk, term in algorithm.before(rank).items()} for rank in range(algorithm.ranks)
@@ -222,10 +225,10 @@ class _OnTerms:
             _join(clock, self.clock_of[step.rank, on, number])
         values: list[Value] | None = None
         if kind.receives and thread.takes is not None:
-            message = self.queues[thread.takes].pop(0)
-            _join(clock, message.clock)
-            values = message.values
-            self.depths[at] = max(self.depths[at], message.depth)
+            values, sender, depth, number = self.queues[thread.takes].pop(0)
+            self.taken[step.key] = number, [terms[0] for terms in values if terms]
+            _join(clock, sender)
+            self.depths[at] = max(self.depths[at], depth)
         clock[at] = step.number + 1
         if kind.reads:
             values = _sums(values, self._read(step, step.source), self.most)
@@ -235,9 +238,11 @@ class _OnTerms:
             self._note_write(step)
             memory.update(zip(step.dest.chunks, values or (), strict=True))
         if kind.sends and thread.sends is not None:
-            self.queues[thread.sends].append(_Queued(values or [], dict(clock), self.depths[at] + 1))
+            pair = thread.sends[:2]
+            self.queues[thread.sends].append((values or [], dict(clock), self.depths[at] + 1, self.sent[pair]))
+            self.sent[pair] += step.source.length
             self.depth = max(self.depth, self.depths[at] + 1)
-        self.clock_of[step.rank, step.thread, step.number] = dict(clock)
+        self.clock_of[step.key] = dict(clock)
         self.order.append(step)
 
     def _happened(self, earlier: Step, now: Step) -> bool:

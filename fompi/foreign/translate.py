@@ -7,24 +7,22 @@ done. Messages between two ranks go in that order, whatever their connection.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from math import gcd
 
 from fompi.base.layout import Sizes
-from fompi.foreign.algorithm import Algorithm, Connection, ScheduleError, Step
+from fompi.foreign.algorithm import Algorithm, ScheduleError, Step, Term
+from fompi.foreign.proof import Judgement
 from fompi.plans.plan import Chunk, Compute, Op, Plan, Program, Programs, Recv, Send, Workspace
 from fompi.plans.problems import Form, problem
 
 Place = tuple[str, int]
 """A chunk of a buffer of the schedule."""
 
-Term = tuple[int, int]
-"""(rank, chunk of its input)."""
 
-
-def plan_of(algorithm: Algorithm, order: Sequence[Step], rows: int, row: tuple[int, ...], dtype: str) -> Plan:
-    """The Plan of a schedule that is right. `order` are its steps (`proof.Judgement.order`).
+def plan_of(algorithm: Algorithm, verdict: Judgement, rows: int, row: tuple[int, ...], dtype: str) -> Plan:
+    """The Plan of a schedule that is right, as `verdict` says (`proof.check`).
 
     A row has the shape `row`. Of an all-reduce the tensor has `rows` rows for each rank to sum, of an all-gather each
     rank has `rows`, of a reduce-scatter it gets them, and of an all-to-all it has `rows` for every rank.
@@ -35,49 +33,25 @@ def plan_of(algorithm: Algorithm, order: Sequence[Step], rows: int, row: tuple[i
     blocks = size // gcd(size, algorithm.chunks)  # of each chunk
     parts = algorithm.chunks * blocks // size
     by_rank: dict[int, list[Step]] = {rank: [] for rank in range(size)}
-    for step in order:
+    for step in verdict.order:
         by_rank[step.rank].append(step)
-    messages = _Messages(algorithm, order)
     sizes = Sizes(pairs=((rows,) * size,) * size) if made.moves == "all_to_all" else Sizes((rows,) * size)
 
     def program(rank: int) -> Program:
         work = made.workspace(rank, parts)
-        return work.program(_Rank(algorithm, work, blocks, messages).ops(by_rank[rank]))
+        return work.program(_Rank(algorithm, work, blocks, verdict).ops(by_rank[rank]))
 
     return Plan(made, algorithm.name or "its schedule", (1,) * parts, sizes, Programs(size, program))
-
-
-class _Messages:
-    """What each message carries, and its number among all from its source to its dest."""
-
-    def __init__(self, algorithm: Algorithm, order: Sequence[Step]):
-        self.ends = {(t.rank, t.number): (t.takes, t.sends) for t in algorithm.threads}
-        self.number: dict[tuple[int, int, int], int] = {}  # of the message that a step takes
-        self.terms: dict[tuple[int, int, int], list[Term]] = {}  # of each of its chunks, one of the terms
-        sent: defaultdict[tuple[int, int], int] = defaultdict(int)
-        queues: defaultdict[Connection, deque[tuple[int, list[Term]]]] = defaultdict(deque)
-        memory = [dict(algorithm.before(rank)) for rank in range(algorithm.ranks)]
-        for step in order:
-            takes, sends = self.ends[step.rank, step.thread]
-            here, key = memory[step.rank], (step.rank, step.thread, step.number)
-            terms: list[Term] = []
-            if step.kind.receives and takes is not None:
-                self.number[key], terms = queues[takes].popleft()
-                self.terms[key] = terms
-            elif step.kind.reads:
-                terms = [here[place] for place in step.source.chunks]
-            if step.kind.writes:
-                here.update(zip(step.dest.chunks, terms, strict=True))
-            if step.kind.sends and sends is not None:
-                queues[sends].append((sent[sends[:2]], terms))
-                sent[sends[:2]] += step.source.length
 
 
 class _Rank:
     """The ops of one rank."""
 
-    def __init__(self, algorithm: Algorithm, work: Workspace, blocks: int, messages: _Messages):
-        self.algorithm, self.work, self.blocks, self.messages = algorithm, work, blocks, messages
+    def __init__(self, algorithm: Algorithm, work: Workspace, blocks: int, verdict: Judgement):
+        self.algorithm, self.work, self.blocks, self.taken = algorithm, work, blocks, verdict.taken
+        self.ends = {
+            thread.number: (thread.takes, thread.sends) for thread in algorithm.threads if thread.rank == work.rank
+        }
         self.rank, self.x, self.y = work.rank, work["x"], work["y"]
         self.axis = "slices" if algorithm.collective == "all_reduce" else "rows"
         self.holds: dict[Place, tuple[Chunk, Term]] = {}
@@ -94,7 +68,7 @@ class _Rank:
         arrived: dict[tuple[int, int], Chunk] = {}
         for step in sorted((s for s in steps if s.kind.receives), key=self._key):
             source = self._source(step)
-            for i, term in enumerate(self.messages.terms[step.rank, step.thread, step.number]):
+            for i, term in enumerate(self.taken[step.key][1]):
                 if source in early:
                     chunk = arrived[self._number_of(step), i] = self._scratch(self._number(term))
                     yield from (Recv(source, block) for block in self._blocks(chunk))
@@ -108,11 +82,11 @@ class _Rank:
 
     def _step(self, step: Step, arrived: dict[tuple[int, int], Chunk] | None) -> Iterator[Op]:
         kind = step.kind
-        _, sends = self.messages.ends[step.rank, step.thread]
+        _, sends = self.ends[step.thread]
         for i in range(step.source.length):
             source, dest = step.source.chunks[i], step.dest.chunks[i]
             if kind.receives:
-                term = self.messages.terms[step.rank, step.thread, step.number][i]
+                term = self.taken[step.key][1][i]
                 number = self._number(term)
                 if arrived is not None:
                     value = arrived[self._number_of(step), i]
@@ -169,11 +143,11 @@ class _Rank:
 
     # -- messages
     def _source(self, step: Step) -> int:
-        takes, _ = self.messages.ends[step.rank, step.thread]
+        takes, _ = self.ends[step.thread]
         return takes[0] if step.kind.receives and takes is not None else -1
 
     def _number_of(self, step: Step) -> int:
-        return self.messages.number[step.rank, step.thread, step.number]
+        return self.taken[step.key][0]
 
     def _key(self, step: Step) -> tuple[int, int]:
         return self._source(step), self._number_of(step)

@@ -10,5 +10,5 @@
 | `command.py`    | the command line                                                               |
 
 These files import the standard library only, so that the tool runs in any Python, in one thread (`__main__.py`).
-`links.py` also loads `fompi/bench/rivals/wire.py` as a file, and imports mpi4py in the ranks that measure.
+`links.py` also loads `fompi/bench/rivals/tcp.py` as a file, and imports mpi4py in the ranks that measure.
 """

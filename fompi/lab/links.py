@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fompi.lab.hosts import SUBNET, Cluster
 from fompi.lab.launcher import Mpi, python_of
@@ -20,20 +20,12 @@ from fompi.lab.namespaces import NEWNET, end_job, exit_with, libc, log
 from fompi.lab.values import REFUSED, Lab, Refused
 
 SCRIPT = Path(__file__).resolve().with_name("__main__.py")
-WIRE = SCRIPT.parents[1] / "bench" / "rivals" / "wire.py"
+TCP = SCRIPT.parents[1] / "bench" / "rivals" / "tcp.py"
 PORT = 5077  # of the TCP measurement; a new host has only free ports
 IDLE_SECONDS = 0.3  # silence before a message, so that the token buckets are full
 TOO_FAST, TOO_SLOW = 1.03, 0.93  # the allowed range of measured / requested rate
 ATTEMPTS = 3  # a measurement that is too slow is repeated this often at most
 TOGETHER = "all at once"  # the row of the table in which all hosts send
-
-
-class Ring(Protocol):
-    """Sends bytes round the hosts, with plain TCP or with MPI."""
-
-    def send(self, nbytes: int) -> float: ...
-    def receive(self, nbytes: int) -> None: ...
-    def exchange(self, nbytes: int) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -49,8 +41,11 @@ class LinkSeconds:
         return LinkSeconds(tuple(map(min, self.alone, other.alone)), min(self.together, other.together, key=max))
 
 
-def take_turns(rank: int, sizes: Sequence[int], ring: Ring) -> tuple[float, float]:
-    """One rank's part. After a pause a message goes round. After another pause all ranks send at once."""
+def take_turns(rank: int, sizes: Sequence[int], ring: Any) -> tuple[float, float]:
+    """One rank's part. After a pause a message goes round. After another pause all ranks send at once.
+
+    `ring` is a `TcpRing` or an `MpiRing`.
+    """
     ring.exchange(1000)  # the first message of a connection also sets the connection up
     time.sleep(IDLE_SECONDS)
     if rank:
@@ -74,10 +69,10 @@ def deadline(lab: Lab) -> float:
 
 def measure_tcp(cluster: Cluster) -> LinkSeconds:
     """Measure with plain TCP, from a process in the network namespace of each host."""
-    specification = importlib.util.spec_from_file_location("wire", WIRE)  # importing fompi would need NumPy
+    specification = importlib.util.spec_from_file_location("tcp", TCP)  # importing fompi would need NumPy
     assert specification and specification.loader
-    wire = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(wire)
+    tcp = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(tcp)
     hosts = len(cluster.pids)
     addresses = [(f"{SUBNET}.{host + 1}", PORT) for host in range(hosts)]
     sizes = [cluster.lab.message(host) for host in range(hosts)]
@@ -93,7 +88,7 @@ def measure_tcp(cluster: Cluster) -> LinkSeconds:
                     libc("setns", space.fileno(), NEWNET)
                 os.sched_setaffinity(0, {cores[host % len(cores)]})
                 try:
-                    with wire.Wire(host, addresses, wire.listen(*addresses[host]), seconds) as ring:
+                    with tcp.TcpRing(host, addresses, tcp.listen(*addresses[host]), seconds) as ring:
                         os.write(writing, json.dumps(take_turns(host, sizes, ring)).encode())
                 except OSError as error:
                     log(f"h{host}: {error}")

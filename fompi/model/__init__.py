@@ -5,7 +5,6 @@
 - `walk`: the simulation itself, from event to event: lanes, kernels, collectives.
 - `network`: its messages: links and ports that messages share.
 - `rotation`: the same times for a ring of many ranks with unequal sizes, quickly.
-- `twin`: the digital twin: a plan run with data in one process, in random interleavings.
 - `lower_bound`: the lower bound of a problem: no schedule is faster.
 - `flow_shop`: small scheduling problems with exact answers.
 - `fit`: the numbers of a machine from measured times.

@@ -222,6 +222,12 @@ def sustained(samples: Sequence[tuple[float, float]], latency: float) -> Points:
     return (*points, (a, y), (b, max(z, y + (b - a) * per_byte)))
 
 
+def bandwidth(points: Points) -> float:
+    """Bytes per second between the two largest messages of a curve."""
+    (a, y), (b, z) = points[-2:]
+    return (b - a) / (z - y) if z > y else b / max(z, 1e-9)
+
+
 def burst(samples: Sequence[tuple[float, float]], latency: float) -> float:
     """The burst of a link, in seconds of its rate: the time that each of the three largest messages saves by it.
 
@@ -242,26 +248,19 @@ def ports(taken: Mapping[int, float]) -> int:
     return max((count for count, seconds in taken.items() if seconds <= PORT_TOLERANCE * taken[1]), default=1)
 
 
-class MeasuredProduct(NamedTuple):
-    """A measured product: its operations, the bytes of its operands, and its seconds without the overhead of a call."""
-
-    flops: float
-    packed: float
-    seconds: float
+def product(m: int, k: int, n: int) -> tuple[float, float]:
+    """The operations of the product of (m, k) and (k, n) in float32, and the bytes of its operands."""
+    return 2.0 * m * k * n, 4.0 * k * (m + n)
 
 
-def product(m: int, k: int, n: int, seconds: float) -> MeasuredProduct:
-    """The product of (m, k) and (k, n) in float32."""
-    return MeasuredProduct(2.0 * m * k * n, 4.0 * k * (m + n), seconds)
-
-
-def product_rates(timed: Sequence[MeasuredProduct]) -> tuple[float, float]:
+def product_rates(timed: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     """Operations per second, and packed bytes per second, by least squares of relative errors.
 
-    If a rate would be negative, packing counts as free.
+    `timed` are products: (operations, packed bytes, seconds without the overhead of a call). If a rate would be
+    negative, packing counts as free.
     """
-    a = [p.flops / p.seconds for p in timed]  # per_flop * a + per_byte * b should be 1
-    b = [p.packed / p.seconds for p in timed]
+    a = [flops / seconds for flops, _, seconds in timed]  # per_flop * a + per_byte * b should be 1
+    b = [packed / seconds for _, packed, seconds in timed]
     aa, ab, bb = (sum(map(mul, *both)) for both in ((a, a), (a, b), (b, b)))
     determinant = aa * bb - ab * ab
     if determinant > 1e-12 * aa * bb:
@@ -274,5 +273,5 @@ def product_rates(timed: Sequence[MeasuredProduct]) -> tuple[float, float]:
 
 def product_seconds(machine: Machine, m: int, k: int, n: int) -> float:
     """The seconds of one product of (m, k) and (k, n) in float32 on `machine`."""
-    flops, packed, _ = product(m, k, n, 0.0)
+    flops, packed = product(m, k, n)
     return machine.kernel(flops, 4.0 * m * (k + n), packed)

@@ -41,14 +41,6 @@ def lower_bound(
     return max(_lower_bounds(problem, sizes, machine, at or (lambda rank: problem)))
 
 
-class _Moved(NamedTuple):
-    """The bytes that must enter and leave each rank or group, and the bytes that enter all of them `together`."""
-
-    enter: Sequence[float]
-    leave: Sequence[float]
-    together: float
-
-
 def _lower_bounds(
     problem: Problem, sizes: Sizes, machine: Machine, at: Callable[[int], Problem]
 ) -> Iterator[LowerBound]:
@@ -65,31 +57,31 @@ def _lower_bounds(
     edge = machine.overhead if computes else 0.0  # a kernel before the first message or after the last one
     ports = [machine.innermost, *machine.levels]
     lag = _lag(ports)
-    moved = _moved(problem, sizes, 1)
+    enter, leave, together = _moved(problem, sizes, 1)
     rates = [machine.rate(rank) for rank in range(size)]
     own = machine.innermost.fastest * min(machine.ports, size - 1)
     full = own + sum(level.fastest for level in machine.levels)  # a rank may use its ports at all levels at once
     for rank in range(size):
-        for way, nbytes in (("receives", moved.enter[rank]), ("sends", moved.leave[rank])):
+        for way, nbytes in (("receives", enter[rank]), ("sends", leave[rank])):
             if nbytes:
                 yield LowerBound(edge + lag + nbytes / full / rates[rank], f"the bytes that rank {rank} {way}")
-    if moved.together:
-        yield LowerBound(edge + lag + moved.together / full / sum(rates), "the bytes that all ranks receive")
+    if together:
+        yield LowerBound(edge + lag + together / full / sum(rates), "the bytes that all ranks receive")
     for i, level in enumerate(machine.levels):
         if size % level.ranks or size == level.ranks:
             continue
         outer = machine.levels[i:]
         rate = sum(port.fastest * (1 if port.shared else level.ranks) for port in outer)
         lag = _lag(outer)
-        moved = _moved(problem, sizes, level.ranks)
+        enter, leave, together = _moved(problem, sizes, level.ranks)
         for group in range(size // level.ranks):
-            for way, nbytes in (("enter", moved.enter[group]), ("leave", moved.leave[group])):
+            for way, nbytes in (("enter", enter[group]), ("leave", leave[group])):
                 if nbytes:
                     first, last = group * level.ranks, (group + 1) * level.ranks - 1
                     what = f"the bytes that {way} the group of ranks {first} to {last}"
                     yield LowerBound(edge + lag + nbytes / rate, what)
-        if moved.together:
-            seconds = edge + lag + moved.together / rate / len(moved.enter)
+        if together:
+            seconds = edge + lag + together / rate / len(enter)
             yield LowerBound(seconds, f"the bytes between groups of {level.ranks} ranks")
 
 
@@ -154,15 +146,15 @@ def dealt(problem: Problem, sizes: Sizes) -> Sizes:
     return Sizes(pairs=tuple(tuple(mine * n for n in columns) for mine in rows))
 
 
-def native_nbytes(problem: Problem, rows: float) -> float:
+def library_nbytes(problem: Problem, rows: float) -> float:
     """Bytes that a collective of the library reads and writes on a rank, for `rows` rows of all shards together."""
     once = rows * max(row_nbytes(problem))
     shares = {"all_reduce": 2.0, "all_to_all": 2.0, "broadcast": 1.0}
     return once * shares.get(problem.moves, 1 + 1 / problem.size)
 
 
-def _moved(problem: Problem, sizes: Sizes, ranks: int) -> _Moved:
-    """The bytes that must move between groups of `ranks` ranks. 1: between ranks."""
+def _moved(problem: Problem, sizes: Sizes, ranks: int) -> tuple[list[float], list[float], float]:
+    """The bytes that must enter each group of `ranks` ranks (1: each rank), leave each, and enter all together."""
     count, (term, each) = problem.size // ranks, row_nbytes(problem)
     if problem.columns:  # by element of the split dimension
         element = WIRES[problem.wire].each if problem.wire else itemsize(problem.dtype)
@@ -175,15 +167,15 @@ def _moved(problem: Problem, sizes: Sizes, ranks: int) -> _Moved:
                 if source // ranks != dest // ranks:
                     enter[dest // ranks] += rows * each
                     leave[source // ranks] += rows * each
-        return _Moved(enter, leave, sum(enter))
+        return enter, leave, sum(enter)
     own, total = [sum(sizes.rows[g * ranks : (g + 1) * ranks]) for g in range(count)], sum(sizes.rows)
     others = [total - n for n in own]
     if problem.moves == "all_gather":
-        return _Moved([n * each for n in others], [n * each for n in own], sum(others) * each)
+        return [n * each for n in others], [n * each for n in own], sum(others) * each
     if problem.moves == "reduce_scatter":
-        return _Moved([n * term for n in own], [n * term for n in others], sum(others) * term)
+        return [n * term for n in own], [n * term for n in others], sum(others) * term
     if problem.moves == "all_reduce":
-        return _Moved([total * each] * count, [total * each] * count, sum(others) * (term + each))
+        return [total * each] * count, [total * each] * count, sum(others) * (term + each)
     root = problem.root // ranks
     received = [0 if g == root else total * each for g in range(count)]
-    return _Moved(received, [total * each if g == root else 0 for g in range(count)], sum(received))
+    return received, [total * each if g == root else 0 for g in range(count)], sum(received)

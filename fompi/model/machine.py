@@ -255,7 +255,7 @@ class Machine:
         curves = self.natives_behind if behind else self.natives
         return curves.get(name, ()) if self.natives_ranks in (0, ranks) else ()
 
-    def native(self, name: str, nbytes: float, ranks: int, behind: bool = False, again: bool = False) -> float:
+    def library(self, name: str, nbytes: float, ranks: int, behind: bool = False, again: bool = False) -> float:
         """Seconds of a collective of the library. `nbytes` is what the largest rank reads and writes.
 
         `behind`: kernels run, so it moves only by itself and at polls. `again`: it follows another collective at once.
@@ -271,10 +271,10 @@ class Machine:
             least = link.busy(nbytes * _moved_share(name, ranks)) if again else 0.0
             return max(interpolate(points, nbytes), least)
         moves = level.latency * (ranks - 1) + link.busy(nbytes) * (level.ranks if level.shared else 1)
-        return moves + self.native_sums(name, nbytes, ranks)
+        return moves + self.library_sums(name, nbytes, ranks)
 
-    def native_sums(self, name: str, nbytes: float, ranks: int) -> float:
-        """The seconds of `native` that the core of the kernels spends on sums. They are 0 if a curve was measured."""
+    def library_sums(self, name: str, nbytes: float, ranks: int) -> float:
+        """The seconds of `library` that the core of the kernels spends on sums. They are 0 if a curve was measured."""
         if self.lanes == 2 or name not in ("all_reduce", "reduce_scatter") or self.sampled(name, ranks):
             return 0.0
         summed = nbytes * _moved_share(name, ranks) / (2 if name == "all_reduce" else 1)
@@ -434,7 +434,7 @@ def _field(name: str, value: Any, fastest: float) -> Any:
         rates = enumerate(file_checks.sequence(name, value))
         return tuple(file_checks.number(f"rates[{i}]", rate, LEAST_SHARE, 1.0) for i, rate in rates)
     if name in ("natives", "natives_behind"):
-        return _natives(name, value)
+        return _library_curves(name, value)
     if name == "native_share":
         return file_checks.number(name, value, 0.0, 1.0)
     if name == "announced":
@@ -458,7 +458,7 @@ def _curve(name: str, value: Any) -> Points:
     return file_checks.points(name, value) if file_checks.sequence(name, value) else ()
 
 
-def _natives(name: str, value: Any) -> dict[str, Points]:
+def _library_curves(name: str, value: Any) -> dict[str, Points]:
     if not isinstance(value, Mapping):
         raise LayoutError(f"{name} must be an object with a curve for each collective, not {shown(value)}")
     if wrong := set(value) - set(COLLECTIVES):

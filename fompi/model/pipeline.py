@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from fompi.base.errors import PlanError, quoted
 
@@ -85,21 +84,17 @@ def has_formula(schedule: str, ranks: int, microbatches: int) -> bool:
     return microbatches >= least.get(schedule, 1)
 
 
-class Alive(NamedTuple):
-    """The most micro-batches of a rank between F and its B or I, and between I and W. With several stages: of each."""
+def alive(schedule: str, ranks: int, microbatches: int, rank: int, chunks: int = 1) -> tuple[int, int]:
+    """The most micro-batches of a rank between F and its B or I, and between I and W, if `has_formula`.
 
-    activations: int
-    pending: int
-
-
-def alive(schedule: str, ranks: int, microbatches: int, rank: int, chunks: int = 1) -> Alive:
-    """What is alive on a rank at most, if `has_formula`."""
+    With several stages: of each.
+    """
     p, m, r = ranks, microbatches, rank
     if schedule == "interleaved":
-        return Alive(min(m * chunks, 2 * (p - r - 1) + (chunks - 1) * p + 1), 0)
+        return min(m * chunks, 2 * (p - r - 1) + (chunks - 1) * p + 1), 0
     if schedule == "gpipe":
-        return Alive(m, 0)
+        return m, 0
     if placement_of(schedule) == "v":  # half as much each: as 1F1B has on its first rank
-        return Alive(2 * p, 2 * r + 1) if schedule == "zbv" else Alive(2 * p + 1, r + 1)
+        return (2 * p, 2 * r + 1) if schedule == "zbv" else (2 * p + 1, r + 1)
     activations = min(m, p - r if schedule in ("1f1b", "zb-h1") else 2 * (p - r) - 1)
-    return Alive(activations, min(m, {"zb-h1": r + 1, "zb-h2": 2 * r + 1}.get(schedule, 0)))
+    return activations, min(m, {"zb-h1": r + 1, "zb-h2": 2 * r + 1}.get(schedule, 0))

@@ -2,7 +2,7 @@
 
 A rank runs one product and one sum or copy at a time. On a device the host enqueues them one by one: at once
 what waits for kernels only, and what waits for a message when that is there. Messages are in `fompi.model.network`.
-`Walk` is refined by the digital twin, which adds data and random durations.
+`Walk` is refined by the digital twin of the tests (`tests/twin.py`), which adds data and random durations.
 """
 
 from __future__ import annotations
@@ -312,12 +312,12 @@ class Walk:
             for rank, i in calls:
                 op = self.programs[rank].ops[i]
                 if "compute" in self.running[rank]:
-                    self.owed[rank] += self.machine.native_sums(name, most, self.plan.size)
+                    self.owed[rank] += self.machine.library_sums(name, most, self.plan.size)
                 moved = sum(self.nbytes(rank, c) for c in (*op.reads, *op.writes))
                 self.complete(rank, i, 2 * (self.plan.size - 1), moved, at_once=polled)
             self.next_collective()
 
-        seconds = self.machine.native(name, most, self.plan.size, behind, again)
+        seconds = self.machine.library(name, most, self.plan.size, behind, again)
         self.at(self.queue.now + seconds * self.jitter(), finish)
 
     # -- sizes

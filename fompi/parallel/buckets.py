@@ -96,7 +96,7 @@ def buckets(sizes: Sequence[float], seconds: Sequence[float], machine: Machine |
     behind = list(accumulate(reversed(sizes), initial=0.0))  # the backward runs from the last parameter to the first
 
     def sum_seconds(nbytes: float) -> float:
-        return model.native("reduce_scatter", nbytes * (1 + 1 / ranks), ranks) if nbytes else 0.0
+        return model.library("reduce_scatter", nbytes * (1 + 1 / ranks), ranks) if nbytes else 0.0
 
     groups = announced_units(list(accumulate(reversed(seconds))), lambda i, j: sum_seconds(behind[j] - behind[i]))
     counts = tuple(reversed(groups.sizes))

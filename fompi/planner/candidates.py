@@ -10,7 +10,7 @@ from zlib import crc32
 
 from fompi.base.layout import Sizes, Slices, cut, slices_in_words
 from fompi.model.flow_shop import Groups, Job, announced, johnson, pieces
-from fompi.model.lower_bound import call_seconds, dealt, native_nbytes, row_nbytes, rows_worked
+from fompi.model.lower_bound import call_seconds, dealt, library_nbytes, row_nbytes, rows_worked
 from fompi.model.machine import Machine
 from fompi.plans.plan import MOST_MESSAGES, PAIRWISE, Workspace
 from fompi.plans.problems import Problem
@@ -222,7 +222,7 @@ def _exact_cuts(problem: Problem, machine: Machine, shard: float, unit: float, m
         return link.seconds(n * nbytes)
 
     def collective(n: int) -> float:
-        return machine.native(problem.moves, native_nbytes(problem, n * size * unit), size, behind=True, again=True)
+        return machine.library(problem.moves, library_nbytes(problem, n * size * unit), size, behind=True, again=True)
 
     def slice_of_all(n: int) -> float:
         return call_seconds(problem, machine, n * size * unit, size)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import prod
 
 from fompi.base.layout import Sizes, itemsize
-from fompi.model.lower_bound import call_seconds, native_nbytes, row_nbytes, rows_worked
+from fompi.model.lower_bound import call_seconds, library_nbytes, row_nbytes, rows_worked
 from fompi.model.machine import Level, LinkModel, Machine
 from fompi.planner.candidates import Candidate
 from fompi.plans.plan import PAIRWISE, group_size
@@ -26,27 +26,27 @@ def estimate(problem: Problem, sizes: Sizes, machine: Machine, candidate: Candid
     rows = max(rows_worked(problem, sizes, rank) for rank in range(size))
     shares = shares_of(schedule, candidate.slices)
     pieces = [rows / size * share / sum(shares) for share in shares]
-    wire = _Wire(problem, machine)
+    links = _Links(problem, machine)
     whole = call_seconds(problem, machine, rows)
     if size == 1:
         return whole
     if schedule == "unfused":
-        return whole + machine.native(problem.moves, native_nbytes(problem, rows), size)
+        return whole + machine.library(problem.moves, library_nbytes(problem, rows), size)
     if schedule == "sliced":
         calls = sum(call_seconds(problem, each, piece * size, size) for piece in pieces)
-        nbytes = [native_nbytes(problem, piece * size) for piece in pieces]
-        collectives = [machine.native(problem.moves, n, size, again=len(pieces) > 1) for n in nbytes]
-        calls += sum(machine.native_sums(problem.moves, n, size) for n in nbytes[:-1])
+        nbytes = [library_nbytes(problem, piece * size) for piece in pieces]
+        collectives = [machine.library(problem.moves, n, size, again=len(pieces) > 1) for n in nbytes]
+        calls += sum(machine.library_sums(problem.moves, n, size) for n in nbytes[:-1])
         first = call_seconds(problem, each, pieces[0] * size, size)
         return max(calls + collectives[-1], first + sum(collectives))
     if schedule == "exchange":
-        return whole + wire.seconds(candidate, [rows])
+        return whole + links.seconds(candidate, [rows])
     if schedule == "doubling":
-        return whole + wire.doubling_seconds(candidate, rows)
-    messages = wire.seconds(candidate, pieces) * (2 if problem.moves == "all_reduce" else 1)
+        return whole + links.doubling_seconds(candidate, rows)
+    messages = links.seconds(candidate, pieces) * (2 if problem.moves == "all_reduce" else 1)
     sums = 0.0
     if problem.sums:
-        term = prod(problem.sent_row) * itemsize(problem.accumulator) if problem.wire else wire.row
+        term = prod(problem.sent_row) * itemsize(problem.accumulator) if problem.wire else links.row
         sums = 3 * (size - 1) * rows / size * term / machine.memory_rate
         sums += (size - 1) * len(pieces) * machine.overhead
     if schedule == "unfused_p2p":
@@ -62,9 +62,9 @@ def estimate(problem: Problem, sizes: Sizes, machine: Machine, candidate: Candid
         messages = max(messages, sums)  # sums run at the same time as kernels and messages, one sum after the other
     else:
         message_ends = 2 * (size - 1) * len(pieces) * (2 if problem.moves == "all_reduce" else 1)
-        calls += sums + message_ends * (machine.cpu_message + rows / size / len(pieces) * wire.row * machine.cpu_byte)
+        calls += sums + message_ends * (machine.cpu_message + rows / size / len(pieces) * links.row * machine.cpu_byte)
     if problem.moves == "all_reduce":
-        calls += wire.seconds(candidate, pieces[-1:]) * 2
+        calls += links.seconds(candidate, pieces[-1:]) * 2
         return max(calls, first * size + messages)
     if problem.multiplies_first:
         return max(calls, first + messages)
@@ -73,7 +73,7 @@ def estimate(problem: Problem, sizes: Sizes, machine: Machine, candidate: Candid
     return max(calls, messages + last)
 
 
-class _Wire:
+class _Links:
     """The time of the messages of a candidate: the time of the busiest port, in seconds."""
 
     def __init__(self, problem: Problem, machine: Machine):

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
-from fompi.base import html
+from fompi.base import tables
 from fompi.base.errors import PlanError, meant
 from fompi.base.layout import Sizes
 from fompi.model.lower_bound import LowerBound, lower_bound
@@ -112,10 +112,6 @@ class Explanation:
     without_wire: Judged | None = None
 
     @property
-    def bound(self) -> NoReturn:
-        raise AttributeError("Explanation.bound is lower_bound now")
-
-    @property
     def winner(self) -> Judged:
         """The best candidate."""
         return self.judged[0]
@@ -168,17 +164,15 @@ class Explanation:
         return self.text()
 
     def _repr_html_(self) -> str:
-        return html.table(COLUMNS, self.rows(), self.verdict()) + html.lines(self.remarks())
+        return tables.html(*self.parts())
 
     def text(self, most: int | None = SHOWN_TIMES) -> str:
         """The verdict, a table of the `most` best times (None: all), then what the best candidate hides."""
-        rows = [COLUMNS, *self.rows(most)]
-        widths = [max(len(row[i]) for row in rows) for i in range(6)]
-        table = []
-        for row in rows:
-            numbers = [cell.rjust(width) for cell, width in zip(row[1:6], widths[1:], strict=True)]
-            table.append("  ".join([row[0].ljust(widths[0]), *numbers, row[6]]).rstrip())
-        return "\n".join([*self.verdict(), *table, *self.remarks(most)])
+        return tables.text(*self.parts(most))
+
+    def parts(self, most: int | None = SHOWN_TIMES) -> list[str | tables.Table]:
+        """The lines and the table of `text`."""
+        return [*self.verdict(), tables.Table(COLUMNS, self.rows(most), COLUMNS[1:-1]), *self.remarks(most)]
 
     def verdict(self) -> list[str]:
         """The lines above the table: the problem, the best candidate, the lower bound."""

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from fompi.base import tables
 from fompi.base.errors import LayoutError, quoted
 from fompi.base.layout import Partial, Replicate, Shard, Spec
 from fompi.model.lower_bound import call_seconds, rows_worked
@@ -157,15 +158,20 @@ class LayerStep(NamedTuple):
     def fused(self) -> float:
         return self.layers * sum(part.fused for part in self.parts)
 
-    def __str__(self) -> str:
-        width = max(len(part.what) for part in self.parts)
-        lines = [self.title, f"{'part':{width}}  unfused ms    fused ms  schedule"]
-        for part in self.parts:
-            times = f"{1e3 * part.unfused:11.3f} {1e3 * part.fused:11.3f}"
-            lines.append(f"{part.what:{width}} {times}  {part.schedule}".rstrip())
+    @property
+    def lines(self) -> list[str | tables.Table]:
+        """The title, a row for each part, and the step in one line."""
+        rows = [
+            (each.what, *(f"{1e3 * s:.3f}" for s in (each.unfused, each.fused)), each.schedule) for each in self.parts
+        ]
+        heads = "part", "unfused ms", "fused ms", "schedule"
         ratio = self.unfused / self.fused if self.fused else 1.0
         times = f"{1e3 * self.unfused:.1f} ms per step without overlap, {1e3 * self.fused:.1f} ms with overlap"
-        return "\n".join([*lines, f"{self.layers} layers: {times}, {ratio:.2f}x (simulated)"])
+        total = f"{self.layers} layers: {times}, {ratio:.2f}x (simulated)"
+        return [self.title, tables.Table(heads, rows, heads[1:3]), total]
+
+    def __str__(self) -> str:
+        return tables.text(*self.lines)
 
 
 def step(model: str, parallel: str, ranks: int, machine: Machine, tokens: int) -> LayerStep:

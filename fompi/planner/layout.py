@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd, inf
 
+from fompi.base import tables
 from fompi.base.errors import LayoutError, quoted
 from fompi.base.layout import integer
 from fompi.model.machine import NO_LIMIT, Machine
@@ -57,16 +58,14 @@ class Layouts:
         return f"{self.tried} layouts predicted by formulas, {self.left_out} left out for want of memory{self.warning}"
 
     @property
-    def table(self) -> list[tuple[str, ...]]:
-        """The heads of the columns, then a row for each layout. The unit of the times fits the fastest one."""
+    def parts(self) -> list[str | tables.Table]:
+        """The title, a row for each layout, and the remark. The unit of the times fits the fastest one."""
         name, unit = next((name, unit) for name, unit, least in UNITS if self.best[0].seconds >= least)
-        return [(COLUMNS[0], name, *COLUMNS[2:]), *(each.row(unit) for each in self.best)]
+        heads = COLUMNS[0], name, *COLUMNS[2:]
+        return [self.title, tables.Table(heads, [each.row(unit) for each in self.best], heads[:-1]), self.remark]
 
     def __str__(self) -> str:
-        rows = self.table
-        widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-        lines = ["  ".join([*map(str.rjust, row[:-1], widths), row[-1]]) for row in rows]
-        return "\n".join([self.title, *lines, self.remark])
+        return tables.text(*self.parts)
 
 
 def layouts(

@@ -188,12 +188,8 @@ class Passes(NamedTuple):
         return Passes(*(a.plus(b, times) for a, b in zip(self, other, strict=True)))
 
 
-class StageLoad(NamedTuple):
-    """The mean stage of the busiest rank, the layers of a stage, those of the last one without the output layer."""
-
-    passes: Passes
-    layers: int
-    last: int
+StageLoad = tuple[Passes, int, int]
+"""The mean stage of the busiest rank, the layers of a stage, those of the last one without the output layer."""
 
 
 class StepParts:
@@ -356,7 +352,7 @@ class StepParts:
         layer, output = self.layer(tp, cp, ep, microbatch)[0], self.output(tp, cp, microbatch)
         total, stages = self.model.layers, pp * chunks
         if stages == 1:
-            return StageLoad(output.plus(layer, total), total, total)
+            return output.plus(layer, total), total, total
         found: list[tuple[float, StageLoad]] = []
         for count in range(ceil(total / stages), ceil(total / (stages - 1)) + 1):
             last = max(0, total - (stages - 1) * count)
@@ -364,7 +360,7 @@ class StepParts:
             last_rank = output.plus(layer, (chunks - 1) * count + last)
             last_rank = Passes().plus(last_rank, 1 / chunks)
             busiest = max(first_rank, last_rank, key=lambda passes: passes.seconds)
-            found.append((busiest.seconds, StageLoad(busiest, count, last)))
+            found.append((busiest.seconds, (busiest, count, last)))
         return min(found, key=lambda each: each[0])[1]
 
     def _stage_of(self, layout: StepLayout) -> StageLoad:
@@ -395,7 +391,7 @@ class StepParts:
         data, count = dp * cp, self._count(layout)
         if data == 1:
             return 0.0
-        layers = self._stage_of(layout).layers * chunks
+        layers = self._stage_of(layout)[1] * chunks
         forward, inputs, weights, _ = self.layer(tp, cp, ep, microbatch)[0].with_recompute(recompute)
         tables = 1 if pp == 1 and not self.model.tied else 0  # of an output layer on this stage
         first = final = 0.0
@@ -451,7 +447,7 @@ class StepParts:
         """The step of a layout."""
         _, tp, pp, ep, cp, microbatch, schedule, chunks, _, recompute, _ = layout
         model, count = self.model, self._count(layout)
-        forward, inputs, weights, _ = self._stage_of(layout).passes.with_recompute(recompute)
+        forward, inputs, weights, _ = self._stage_of(layout)[0].with_recompute(recompute)
         backward = inputs.plus(weights)
         layout = layout._replace(attention=self.layer(tp, cp, ep, microbatch)[1])
         seconds = {"F": forward.seconds, "B": backward.seconds, "I": inputs.seconds, "W": weights.seconds}
@@ -479,9 +475,9 @@ class StepParts:
 
     def _memory(self, layout: StepLayout, rank: int) -> MemoryBytes:
         dp, tp, pp, ep, cp, _, schedule, chunks, zero, recompute, _ = layout
-        model, stage, tokens = self.model, self._stage_of(layout), self.tokens(layout)
+        model, tokens, (_, count, last) = self.model, self.tokens(layout), self._stage_of(layout)
         is_last = rank == pipeline.rank_of(pp * chunks - 1, pp, pipeline.placement_of(schedule))
-        layers = stage.layers * chunks - (stage.layers - stage.last if is_last and pp > 1 else 0)
+        layers = count * chunks - (count - last if is_last and pp > 1 else 0)
         tables = (rank == 0) + (is_last and not (model.tied and pp == 1))
         dense, experts = self.weights(tp, ep, layers, tables)
         everything, data = dense + experts, dp * cp
@@ -498,7 +494,7 @@ class StepParts:
         if recompute == "full":
             working += kept
             kept = ITEM * tokens / tp * model.hidden
-        each = min(stage.layers, layers) if pp > 1 else layers
+        each = min(count, layers) if pp > 1 else layers
         return MemoryBytes(parameters, gradients, optimizer, sum(held) * each * kept + working)
 
     def _kept(self, tp: int, recompute: str) -> float:

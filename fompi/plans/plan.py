@@ -23,7 +23,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
-from fompi.base import html, layout
+from fompi.base import layout, tables
 from fompi.base.errors import PlanError
 from fompi.base.layout import Extents, Sizes, Symbol
 from fompi.base.wires import WIRES
@@ -464,7 +464,7 @@ class Plan:
         rows: list[Sequence[object]] = [*zip(numbers, *(column[1:] for column in columns), strict=True)]
         if left := max(len(p.ops) for p in self.programs[: len(columns)]) - len(numbers):
             rows[-LAST_OPS:-LAST_OPS] = [["...", f"{left} more ops", *[""] * (len(columns) - 1)]]
-        return html.table(names, rows, above) + html.lines(below)
+        return tables.html(*above, tables.Table(names, rows), *below)
 
     def to_json(self) -> str:
         """The plan as JSON text."""

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fompi.base import html
+from fompi.base import tables
 from fompi.base.errors import PlanError
 from fompi.plans.dependencies import constraints
 from fompi.plans.plan import Collective, Compute, Op, Plan, Recv, Send
@@ -154,7 +154,7 @@ class Proof:
         head, *lines = str(self).splitlines()
         figures = [line.split(maxsplit=2) for line in lines if re.match(r"  \w+ +[\d.]+", line)]
         rest = [line.strip() for line in lines if not re.match(r"  \w+ +[\d.]+", line)]
-        return html.table(["", "ms", ""], [[*row, ""][:3] for row in figures], [head]) + html.lines(rest)
+        return tables.html(head, tables.Table(["", "ms", ""], [[*row, ""][:3] for row in figures]), *rest)
 
     def __str__(self) -> str:
         if self.compute_alone is None:

@@ -1,6 +1,6 @@
 """Measurements on the ranks of a job, from which better plans are chosen.
 
-- `rounds`: how alternatives are timed and compared: in turns, by medians, with intervals. `bench` uses it too.
+- `rounds`: how alternatives are timed and compared: in rounds, by medians, with intervals. `bench` uses it too.
 - `links`: the times of messages between ranks.
 - `device`: the times of kernels, launches, copies and messages of a device.
 - `verdict`: what others did on the cores meanwhile, and whether a measurement can be used.

@@ -113,11 +113,10 @@ def _bind_explanation(
     explanation: Explanation, comm: Communicator, given: dict[str, Any], effort: str, adapt: bool, same_bits: bool
 ) -> Adaptive:
     """Check the options on all ranks, choose a candidate, and bind it."""
-    binding = _Binding(explanation, comm, given, same_bits)
     refusal: Exception | None = None
     backend_id = 0
     try:
-        backend_id = binding.backend_id
+        backend_id = _backend_id(given)
     except AttributeError as error:
         refusal = PlanError(f"backend={given['backend']!r} is not a backend of fompi.backends: {error}")
     except Exception as error:  # its device makes streams
@@ -128,68 +127,52 @@ def _bind_explanation(
         refusal = PlanError("same_bits=True limits the plans that adapt=True may choose: set both, or neither")
     if explanation.problem.size != comm.size:
         refusal = PlanError(f"the explanation is for {explanation.problem.size} ranks, {comm!r} has {comm.size}")
-    text = f"bind({binding.description}, effort {effort}, adapt {adapt}, same_bits {same_bits})"
+    text = f"bind({_description(explanation)}, effort {effort}, adapt {adapt}, same_bits {same_bits})"
     backend_ids = agree(comm, text, refusal, value=backend_id)
-    candidate = binding.measure_fastest(backend_ids) if effort == "measure" else explanation.winner.candidate
-    return Adaptive(binding, candidate, adapt)
+    best = explanation.winner.candidate
+    if effort == "measure":
+        best = _measure_fastest(explanation, comm, given, backend_ids)
+    return Adaptive(explanation, comm, given, best, adapt, same_bits)
 
 
-class _Binding:
-    """An explanation, and everything that an executor needs besides a plan."""
+def _description(explanation: Explanation) -> str:
+    """A text that must be the same on all ranks."""
+    machine = explanation.machine
+    return f"{explanation.problem} {explanation.sizes} on {machine.name}{detail('the machine', repr(machine))}"
 
-    def __init__(self, explanation: Explanation, comm: Communicator, given: dict[str, Any], same_bits: bool):
-        self.explanation, self.comm, self.given, self.same_bits = explanation, comm, given, same_bits
 
-    @property
-    def description(self) -> str:
-        """A text that must be the same on all ranks."""
-        explanation, machine = self.explanation, self.explanation.machine
-        return f"{explanation.problem} {explanation.sizes} on {machine.name}{detail('the machine', repr(machine))}"
+def _backend_id(given: Mapping[str, Any]) -> int:
+    """A number that identifies the kernels. 0 if nothing does: kernels of the user, or of a device."""
+    backend = given["backend"] or backend_for(given)
+    return 0 if given["kernels"] or backend.asynchronous else 1 + digest(backend.name) % (1 << 32)
 
-    @property
-    def backend_id(self) -> int:
-        """A number that identifies the kernels. 0 if nothing does: kernels of the user, or of a device."""
-        backend = self.given["backend"] or backend_for(self.given)
-        return 0 if self.given["kernels"] or backend.asynchronous else 1 + digest(backend.name) % (1 << 32)
 
-    def executor(self, candidate: Candidate) -> Executor:
-        announces = candidate.announced or not self.explanation.machine.announced  # 0: bind measures it
-        return bind_plan(self.explanation.plan_of(candidate), comm=self.comm, announces=announces, **self.given)
+def _executor(explanation: Explanation, comm: Communicator, given: Mapping[str, Any], candidate: Candidate) -> Executor:
+    announces = candidate.announced or not explanation.machine.announced  # 0: bind measures it
+    return bind_plan(explanation.plan_of(candidate), comm=comm, announces=announces, **given)
 
-    def measure_fastest(self, backend_ids: Sequence[int]) -> Candidate:
-        """The fastest of the best candidates. `backend_ids` are those of all ranks. Collective.
 
-        The choice is kept only if kernels are identified on all ranks.
-        """
-        steps: dict[Candidate, Executor] = {}
+def _measure_fastest(
+    explanation: Explanation, comm: Communicator, given: Mapping[str, Any], backend_ids: Sequence[int]
+) -> Candidate:
+    """The fastest of the best candidates. `backend_ids` are those of all ranks. Collective.
 
-        def time_call(candidate: Candidate) -> float:
-            if candidate not in steps:
-                steps[candidate] = self.executor(candidate)
-            return seconds_of(steps[candidate])
+    The choice is kept only if kernels are identified on all ranks.
+    """
+    steps: dict[Candidate, Executor] = {}
 
-        def list_candidates() -> list[Candidate]:
-            return autotune.best_by_model(self.explanation)
+    def time_call(candidate: Candidate) -> float:
+        if candidate not in steps:
+            steps[candidate] = _executor(explanation, comm, given, candidate)
+        return seconds_of(steps[candidate])
 
-        key = f"bound {self.description}{detail('the backends', '', digest(str(backend_ids)))}"
-        is_usable, keep = self.explanation.has, all(backend_ids)
-        try:
-            return autotune.fastest_of(self.comm, key, list_candidates, is_usable, time_call, keep)
-        finally:
-            for step in steps.values():
-                step.close()
-
-    def explain_again(self, current: Candidate) -> None:
-        """Measure the links again, and explain the problem on the changed machine. Collective."""
-        before = self.explanation
-        computes = bool(before.problem.weights or before.problem.gradients)
-        machine = import_module("fompi.tuning.calibrate").refit(before.machine, self.comm, computes)  # few need it
-        now = explain(before.problem, before.sizes, machine, before.at, events=MOST_EVENTS)
-        if self.same_bits:
-            alike = tuple(judged for judged in now.judged if sums_alike(before.problem, judged.candidate, current))
-            unchanged = tuple(judged for judged in before.judged if judged.candidate == current)
-            now = replace(now, judged=alike or unchanged)
-        self.explanation = now
+    key = f"bound {_description(explanation)}{detail('the backends', '', digest(str(backend_ids)))}"
+    listed = partial(autotune.best_by_model, explanation)
+    try:
+        return autotune.fastest_of(comm, key, listed, explanation.has, time_call, all(backend_ids))
+    finally:
+        for step in steps.values():
+            step.close()
 
 
 def sums_alike(problem: Problem, one: Candidate, other: Candidate) -> bool:
@@ -227,24 +210,31 @@ class Adaptive:
     All other attributes are those of `step`, the Executor of the current plan.
     """
 
-    def __init__(self, binding: _Binding, candidate: Candidate, adapt: bool):
-        self.binding, self.adapt, self.changes = binding, adapt, [Switch(1, candidate, "chosen when bound")]
-        self.step = binding.executor(candidate)
+    def __init__(
+        self,
+        explanation: Explanation,
+        comm: Communicator,
+        given: Mapping[str, Any],
+        candidate: Candidate,
+        adapt: bool,
+        same_bits: bool,
+    ):
+        self.explanation, self.comm, self.given = explanation, comm, given
+        self.adapt, self.same_bits, self.changes = adapt, same_bits, [Switch(1, candidate, "chosen when bound")]
+        self.step = _executor(explanation, comm, given, candidate)
         self._count = 0  # calls
         self._usual = 0.0  # seconds of a call on the slowest rank with this plan; 0: not known yet
         self._rests_until = 0.0  # the links are not measured again before this time of perf_counter
         self._recent: list[float] = []  # seconds of the calls since the last comparison
         self._predicted = self._prediction(candidate)
-        if not adapt and binding.comm.rank == 0 and binding.given["kernels"] is None:
-            title, machine = self.step.compiled.title, binding.explanation.machine.name
-            self.step.drift = Drift(title, machine, lambda: self._predicted)
+        if not adapt and comm.rank == 0 and given["kernels"] is None:
+            self.step.drift = Drift(self.step.compiled.title, explanation.machine.name, lambda: self._predicted)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.step, name)
 
     def _prediction(self, candidate: Candidate) -> float:
-        judged = self.binding.explanation.judged
-        return next(each.seconds for each in judged if each.candidate == candidate)
+        return next(each.seconds for each in self.explanation.judged if each.candidate == candidate)
 
     def __call__(self, counts: Any = None, label: int | str | None = None, out: Any = None, **tensors: Any) -> Any:
         self._before(())
@@ -281,11 +271,10 @@ class Adaptive:
         self._count += 1
         if not self.adapt or self._count == 1 or (self._count - 1) % CHECK_CALLS:
             return
-        comm = self.binding.comm
-        agree(comm, f"a comparison of times before call {self._count} of {self.step.name}")
+        agree(self.comm, f"a comparison of times before call {self._count} of {self.step.name}")
         own = [median(self._recent) if self._recent else 0.0, perf_counter() < self._rests_until]
         self._recent = []
-        of_all_ranks = np.asarray(operations.all_gather(np.array([own]), comm=comm, schedule="direct"))
+        of_all_ranks = np.asarray(operations.all_gather(np.array([own]), comm=self.comm, schedule="direct"))
         slowest, rests = float(of_all_ranks[:, 0].max()), bool(of_all_ranks[0, 1])
         if rests or not slowest:  # 0: no rank has waited for a call, so no rank knows a time
             return
@@ -299,18 +288,30 @@ class Adaptive:
     def _change(self, slowest: float, expected: str) -> None:
         """Measure the links again and take the best plan for them. All ranks do this before the same call."""
         current, begun = self.changes[-1].candidate, perf_counter()
-        self.binding.explain_again(current)
-        winner = self.binding.explanation.winner.candidate
+        self._explain_again(current)
+        winner = self.explanation.winner.candidate
         why = f"calls took {1e3 * slowest:.3g} ms instead of {expected}"
         if winner == current:
             why += "; it is still the best"
         else:
-            last, self.step = self.step, self.binding.executor(winner)
+            last, self.step = self.step, _executor(self.explanation, self.comm, self.given, winner)
             last.close()
         self._predicted, self._usual = self._prediction(winner), slowest if winner == current else 0.0
         self.changes.append(Switch(self._count, winner, why))
         ended = perf_counter()
         self._rests_until = ended + (ended - begun) / REFIT_SHARE
+
+    def _explain_again(self, current: Candidate) -> None:
+        """Measure the links again, and explain the problem on the changed machine. Collective."""
+        before = self.explanation
+        computes = bool(before.problem.weights or before.problem.gradients)
+        machine = import_module("fompi.tuning.calibrate").refit(before.machine, self.comm, computes)  # few need it
+        now = explain(before.problem, before.sizes, machine, before.at, events=MOST_EVENTS)
+        if self.same_bits:
+            alike = tuple(judged for judged in now.judged if sums_alike(before.problem, judged.candidate, current))
+            unchanged = tuple(judged for judged in before.judged if judged.candidate == current)
+            now = replace(now, judged=alike or unchanged)
+        self.explanation = now
 
     def close(self) -> None:
         """`Executor.close`."""

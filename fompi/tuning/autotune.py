@@ -47,7 +47,7 @@ from fompi.plans.plan import MOST_MESSAGES
 from fompi.plans.problems import Problem
 from fompi.plans.verify import flaw
 from fompi.schedules.registry import REGISTERED, fingerprint, is_available, messages_per_peer, shares_of, write
-from fompi.tuning.rounds import seconds_of
+from fompi.tuning.rounds import seconds_of, text_of_rank_0
 
 ROUNDS = 5
 """How often each candidate is timed, after one call to warm up."""
@@ -150,13 +150,13 @@ def fastest_of(
 
 
 def _measure(comm: Communicator, listed: Sequence[Candidate], time_call: Callable[[Candidate], float]) -> Candidate:
-    """Time the candidates in turns. The best one has the least median of the times of its slowest rank."""
+    """Time the candidates, alternating. The best one has the least median of the times of its slowest rank."""
     seconds = np.zeros((ROUNDS, len(listed)))
     for candidate in listed:
         time_call(candidate)
     for i in range(ROUNDS):
-        for turn in range(len(listed)):
-            k = (i + turn) % len(listed)
+        for place in range(len(listed)):
+            k = (i + place) % len(listed)
             seconds[i, k] = time_call(listed[k])
     of_all_ranks = np.asarray(operations.all_gather(seconds[None], comm=comm))
     slowest = of_all_ranks.max(axis=0)
@@ -165,10 +165,8 @@ def _measure(comm: Communicator, listed: Sequence[Candidate], time_call: Callabl
 
 def _broadcast(comm: Communicator, listed: Sequence[Candidate]) -> list[Candidate]:
     """The candidates that rank 0 lists, on all ranks."""
-    text = np.frombuffer(json.dumps([list(candidate) for candidate in listed]).encode(), np.uint8)
-    nbytes = int(np.asarray(operations.broadcast(np.array([text.size]), comm=comm))[0])
-    received = operations.broadcast(text if comm.rank == 0 else np.zeros(nbytes, np.uint8), comm=comm)
-    return [_candidate(fields) for fields in json.loads(bytes(np.asarray(received)).decode())]
+    text = text_of_rank_0(comm, json.dumps([list(candidate) for candidate in listed]))
+    return [_candidate(fields) for fields in json.loads(text)]
 
 
 def _candidate(fields: Any) -> Candidate:

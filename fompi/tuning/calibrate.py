@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from math import inf
@@ -38,7 +38,7 @@ from fompi.runtime.executor import Executor
 from fompi.runtime.report import lower_quartile
 from fompi.tuning.device import DeviceMeter
 from fompi.tuning.links import MOST_SECONDS, ROUNDS, SIZES, LinkMeter
-from fompi.tuning.rounds import NoiseMonitor, alternate, meet, of_all_ranks, texts
+from fompi.tuning.rounds import NoiseMonitor, alternate, meet, of_all_ranks, text_of_rank_0, texts
 from fompi.tuning.verdict import OtherLoad, Verdict, judge
 
 BEHIND_WARMUP = 2
@@ -56,7 +56,7 @@ The exchange in one message takes at most SPLIT_SECONDS.
 CHANGED = 1.15
 """The speed of the cores has changed if the time of kernels has changed by more than this factor."""
 
-NATIVE_SIZES = [1 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20]
+LIBRARY_SIZES = [1 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20]
 """Bytes of the global tensor of each measured collective."""
 
 PRODUCTS = (
@@ -73,14 +73,6 @@ FEW_PRODUCTS = PRODUCTS[2::3]
 """The products that are measured again while a program waits."""
 
 
-@dataclass(frozen=True)
-class Calibrated:
-    """A measured machine, and whether others disturbed the measurement."""
-
-    machine: Machine
-    verdict: Verdict
-
-
 def calibrate(
     comm: Any = None, say: Callable[[str], object] = lambda text: None, limit: float = inf, device: Any = None
 ) -> Machine:
@@ -90,16 +82,18 @@ def calibrate(
     on it, and messages between ranks of a group move between its memory and that of the other rank. `say` is called
     with a text before each step. Raises WaitTimeout on all ranks if it is not done after `limit` seconds.
     """
-    return calibrate_and_judge(comm, say, limit, device).machine
+    return calibrate_and_judge(comm, say, limit, device)[0]
 
 
-def calibrate_and_judge(comm: Any, say: Callable[[str], object], limit: float, device: Any = None) -> Calibrated:
-    """`calibrate`, and the verdict. The same on all ranks. Collective."""
+def calibrate_and_judge(
+    comm: Any, say: Callable[[str], object], limit: float, device: Any = None
+) -> tuple[Machine, Verdict]:
+    """The machine of `calibrate`, and whether others disturbed the measurement. The same on all ranks. Collective."""
     communicator = Communicator.of(comm)
     agree(communicator, "calibrate" if device is None else f"calibrate a {device.name}")
     with _Calibration(communicator, say, limit, device) as calibration:
-        machine = _broadcast(communicator, calibration.machine())
-        return Calibrated(machine, calibration.verdict(machine))
+        machine = _of_rank_0(communicator, calibration.machine())
+        return machine, calibration.verdict(machine)
 
 
 def place(comm: Any) -> tuple[str, str]:
@@ -117,7 +111,7 @@ def refit(machine: Machine, comm: Communicator, computes: bool) -> Machine:
     with _Calibration(comm, lambda text: None) as calibration:
         now = fit.refitted(machine, comm.size, calibration.messages.pairs())
     slower = slowdown(machine, comm) if computes else 1.0
-    return _broadcast(comm, fit.slowed(now, slower) if max(slower, 1 / slower) > CHANGED else now)
+    return _of_rank_0(comm, fit.slowed(now, slower) if max(slower, 1 / slower) > CHANGED else now)
 
 
 def slowdown(machine: Machine, comm: Communicator) -> float:
@@ -194,9 +188,9 @@ class _Calibration:
         )
         if self.size > 1:
             machine = self._with_links(machine)
-            machine = replace(machine, natives=self._natives(False), natives_ranks=self.size)
+            machine = replace(machine, natives=self._library_curves(False), natives_ranks=self.size)
             if helped:
-                machine = replace(machine, natives_behind=self._natives(True))
+                machine = replace(machine, natives_behind=self._library_curves(True))
             self.say("which share of a message the MPI library moves without calls to it")
             machine = replace(machine, native_share=measure_native(self.link).share or 0.0)
             if machine.lanes == 1:
@@ -221,7 +215,7 @@ class _Calibration:
         machine = self._machine(f", {self.device.title}", **self.device.kernels())
         if self.size == 1:
             return machine
-        machine = replace(self._with_links(machine), natives=self._natives(False), natives_ranks=self.size)
+        machine = replace(self._with_links(machine), natives=self._library_curves(False), natives_ranks=self.size)
         groups = (1, *self.topology.groups)
         staged = self.device.staged(groups)
         if staged != 1:
@@ -257,7 +251,7 @@ class _Calibration:
         taken = alternate(self.mpi, sums, 2 * ROUNDS, idle=self.idle, monitor=self.monitor)
         overhead, summed = (median(taken[name]) for name in sums)
         timed = [
-            fit.product(*shape, max(1e-9, seconds - overhead))
+            (*fit.product(*shape), max(1e-9, seconds - overhead))
             for shape, seconds in zip(PRODUCTS, self.products(PRODUCTS, 2 * ROUNDS, self.monitor), strict=True)
         ]
         flops_rate, pack_rate = fit.product_rates(timed)
@@ -364,21 +358,21 @@ class _Calibration:
         return nbytes, float(of_all_ranks(self.mpi, delay).mean())
 
     # -- collectives of the MPI library
-    def _natives(self, behind: bool) -> dict[str, Points]:
+    def _library_curves(self, behind: bool) -> dict[str, Points]:
         curves = {}
         for name in COLLECTIVES:
             self.say(f"{name} of the MPI library{' while kernels run' * behind}")
-            curves[name] = self._native(name, behind)
+            curves[name] = self._library_curve(name, behind)
         return curves
 
-    def _native(self, name: str, behind: bool) -> Points:
+    def _library_curve(self, name: str, behind: bool) -> Points:
         """The seconds of an unfused collective, by the bytes that it reads and writes on the rank with the most bytes.
 
         `behind`: the ranks run kernels, only the helper thread polls, and calls follow each other.
         """
         layout = layouts(name, 1)[0]
         samples = []
-        units = {-(-nbytes // (4 * 64 * self.size)): None for nbytes in NATIVE_SIZES}  # many ranks: some are equal
+        units = {-(-nbytes // (4 * 64 * self.size)): None for nbytes in LIBRARY_SIZES}  # many ranks: some are equal
         for rows in (n * self.size for n in units):
             x = Spec((rows, 64), "float32", layout)
             self.proceed()
@@ -420,11 +414,6 @@ class _Calibration:
         return [float(seconds) for seconds in of_all_ranks(self.mpi, np.array(taken[BEHIND_WARMUP:])).max(axis=0)]
 
 
-def _broadcast(comm: Communicator, machine: Machine) -> Machine:
+def _of_rank_0(comm: Communicator, machine: Machine) -> Machine:
     """The machine of rank 0, on all ranks. The results of the ranks may be rounded differently."""
-    text = machine.to_json().encode()
-    count = np.array([len(text)])
-    comm.link.blocking.Bcast(count, 0)
-    data = np.frombuffer(text.ljust(int(count[0])), np.uint8)[: int(count[0])].copy()
-    comm.link.blocking.Bcast(data, 0)
-    return Machine.from_json(bytes(data).decode())
+    return Machine.from_json(text_of_rank_0(comm, machine.to_json()))

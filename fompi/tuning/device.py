@@ -102,8 +102,7 @@ class DeviceMeter:
         down = self.device.copy(page, large[0])
         copied = self._slowest(lambda: self._seconds(lambda: down(self._stream)))
         overhead = max(alone - launch, 1e-7)
-        seconds = [max(1e-9, self._product(*shape) - idle) for shape in self._shapes]
-        timed = [fit.product(*shape, s)._replace(packed=0.0) for shape, s in zip(self._shapes, seconds, strict=True)]
+        timed = [(fit.product(*shape)[0], 0.0, max(1e-9, self._product(*shape) - idle)) for shape in self._shapes]
         flops_rate, _ = fit.product_rates(timed)
         beside = launch + overhead + max(0.0, idle - launch)
         return {
@@ -158,8 +157,7 @@ class DeviceMeter:
         points = self._samples(ring)
         latency = points[0][1]
         curve = fit.sustained(points, latency)
-        (a, y), (b, z) = curve[-2:]
-        return level._replace(latency=latency, bandwidth=(b - a) / (z - y) if z > y else b / z, curve=curve, burst=0.0)
+        return level._replace(latency=latency, bandwidth=fit.bandwidth(curve), curve=curve, burst=0.0)
 
     @property
     def _shapes(self) -> Sequence[tuple[int, int, int]]:
@@ -202,7 +200,7 @@ class DeviceMeter:
         return seconds / REPEATED
 
     def _hops(self, work: Any) -> None:
-        """Kernels that follow each other in two streams, by turns."""
+        """Kernels that follow each other in two streams, alternately."""
         streams = self._stream, self._other
         for i in range(REPEATED):
             here, there = streams[i % 2], streams[1 - i % 2]

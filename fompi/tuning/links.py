@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from statistics import median
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from fompi.model.machine import Level
 from fompi.mpi import launcher
 from fompi.mpi.link import Link
 from fompi.runtime.report import lower_quartile
-from fompi.tuning.rounds import meet, of_all_ranks
+from fompi.tuning.rounds import alternate, meet, of_all_ranks
 
 ROUNDS = 5
 """How often each time is taken."""
@@ -117,9 +118,7 @@ class LinkMeter:
         rate = topology.rates[slow]
         full_rate = [(nbytes, latency + max(0.0, seconds - latency) * rate) for nbytes, seconds in samples]
         points = fit.sustained(full_rate, latency)
-        (a, y), (b, z) = points[-2:]
-        bandwidth = (b - a) / (z - y) if z > y else b / max(z, 1e-9)
-        return Level(ranks, latency, bandwidth, shared, points, fit.burst(full_rate, latency))
+        return Level(ranks, latency, fit.bandwidth(points), shared, points, fit.burst(full_rate, latency))
 
     def ports(self, group: int) -> int:
         """With how many peers in its group of `group` ranks each rank can exchange messages at full rate at once."""
@@ -137,8 +136,8 @@ class LinkMeter:
         first, other = pair
         begun = perf_counter()
         peer = other if self.rank == first else first
-        for turn in (first, other):
-            if turn == self.rank:
+        for sender in (first, other):
+            if sender == self.rank:
                 self._complete([self.mpi.Isend(self.outbox[:nbytes], peer)])
             else:
                 self._complete([self.mpi.Irecv(self.inbox[:nbytes], peer)])
@@ -172,24 +171,19 @@ class LinkMeter:
 
     def _shift(self, sources: Sequence[int], dests: Sequence[int], nbytes: int) -> float:
         """Seconds of the slowest rank while all ranks receive from their sources and send to their dests at once."""
-        taken = []
         self.proceed()
-        for _ in range(LARGEST_ROUNDS if nbytes in LARGEST else ROUNDS):
-            sleep(self.idle)
-            meet(self.mpi)
-            taken.append(self._exchange(sources, dests, nbytes))
-        slowest = of_all_ranks(self.mpi, np.array(taken)).max(axis=0)
+        exchange = partial(self._exchange, sources, dests, nbytes)
+        rounds = LARGEST_ROUNDS if nbytes in LARGEST else ROUNDS
+        slowest = np.array(alternate(self.mpi, {"": exchange}, rounds, warmup=0, idle=self.idle)[""])
         return lower_quartile(slowest[slowest <= LOST_PACKETS * slowest.min()] if nbytes in LARGEST else slowest)
 
-    def _exchange(self, sources: Sequence[int], dests: Sequence[int], nbytes: int) -> float:
-        """Seconds on this rank until all its messages are done."""
-        begun = perf_counter()
+    def _exchange(self, sources: Sequence[int], dests: Sequence[int], nbytes: int) -> None:
+        """All messages of this rank at once, until they are done."""
         requests = [
             self.mpi.Irecv(self.inbox[i * nbytes : (i + 1) * nbytes], source) for i, source in enumerate(sources)
         ]
         requests += [self.mpi.Isend(self.outbox[:nbytes], dest) for dest in dests]
         self._complete(requests)
-        return perf_counter() - begun
 
     def _complete(self, requests: Iterable[Any]) -> None:
         """Wait for the requests. Raises WaitTimeout after the timeout of the engine."""

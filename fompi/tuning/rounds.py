@@ -1,10 +1,10 @@
-"""How times are taken and compared: contestants in turns, medians, paired intervals, and rows that hold them.
+"""How times are taken and compared: contestants in rounds, medians, paired intervals, and rows that hold them.
 
 Rounds are interleaved (A B C, B C A, C A B, ...). So what disturbs the machine for a while disturbs all contestants
 alike. Ratios are made within a round. A contestant with a wrong result is not timed.
 
 A disturbance of the cores that lasts a fraction of a second does not disturb all alike. A `NoiseMonitor` detects it
-with small products. Then a turn waits, and is repeated if it was disturbed.
+with small products. Then a run waits, and is repeated if it was disturbed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fompi.base.errors import FompiError, WaitTimeout
+from fompi.engine.communicator import Communicator
 from fompi.mpi import launcher
+from fompi.ops.operations import broadcast
 
 UNITS = {"us": 1e6, "ms": 1e3}
 """How many of each unit are in a second."""
@@ -32,13 +34,13 @@ FIRST_PROBES probes at the start find the usual time.
 """
 
 DISTURBED = 1.1
-"""A turn is disturbed if a probe takes more than this many times its usual time."""
+"""A run is disturbed if a probe takes more than this many times its usual time."""
 
 TRIES = 4
-"""A disturbed turn is run at most this many times."""
+"""A disturbed run is run at most this many times."""
 
 WAITS, WAIT_SECONDS = 4, 0.03
-"""While a probe is slow, a turn waits WAIT_SECONDS and probes again, on average at most WAITS times.
+"""While a probe is slow, a run waits WAIT_SECONDS and probes again, on average at most WAITS times.
 
 Most disturbances last less than a third of a second.
 """
@@ -224,8 +226,8 @@ def checked(
     return errors
 
 
-class Turns(NamedTuple):
-    """How many turns were timed, how many were repeated, and how many of the results that count are disturbed."""
+class Runs(NamedTuple):
+    """How many runs were timed, how many were repeated, and how many of the results that count are disturbed."""
 
     timed: int
     repeated: int
@@ -233,25 +235,25 @@ class Turns(NamedTuple):
 
     def __str__(self) -> str:
         repeated = f"{self.repeated} were repeated because others used the cores"
-        return f"{self.timed} turn{'s' * (self.timed != 1)}: {repeated}, {self.disturbed} stayed disturbed"
+        return f"{self.timed} run{'s' * (self.timed != 1)}: {repeated}, {self.disturbed} stayed disturbed"
 
 
 class NoiseMonitor:
-    """Detects whether others use the cores: each rank times a small product before and after a turn.
+    """Detects whether others use the cores: each rank times a small product before and after a run.
 
-    A turn waits while the probe of the slowest rank takes more than DISTURBED times its usual time. A turn that was
-    disturbed is repeated, at most TRIES times. The number of repetitions is at most the number of turns (or TRIES, if
-    that is more). Then the try with the fastest probes counts. The times of the turn itself do not matter for this.
+    A run waits while the probe of the slowest rank takes more than DISTURBED times its usual time. A run that was
+    disturbed is repeated, at most TRIES times. The number of repetitions is at most the number of runs (or TRIES, if
+    that is more). Then the try with the fastest probes counts. The times of the run itself do not matter for this.
 
-    Probes, waits and repetitions since the last count may take `patience` seconds, or as long as the turns if that is
-    longer. While they have taken more, turns run once, without probes, and are not counted.
+    Probes, waits and repetitions since the last count may take `patience` seconds, or as long as the runs if that is
+    longer. While they have taken more, runs run once, without probes, and are not counted.
 
     Collective over `comm` (mpi4py).
     """
 
     def __init__(self, comm: Any, patience: float = math.inf):
         self.comm, self.patience = comm, patience
-        self._watching = self._timing = 0.0  # seconds since the last count: for probes, waits, repetitions; for turns
+        self._watching = self._timing = 0.0  # seconds since the last count: for probes, waits, repetitions; for runs
         self._is_spent = False
         self._products = [np.ones((PROBE, PROBE), np.float32) for _ in range(3)]
         self._probe_seconds: list[float] = []
@@ -289,8 +291,8 @@ class NoiseMonitor:
             self._watching += WAIT_SECONDS
             sleep(WAIT_SECONDS)
 
-    def repeat_disturbed(self, turn: Callable[[], tuple[float, float]]) -> float:
-        """The value of the least disturbed try of `turn`, which returns (the slowest probe of this rank, value)."""
+    def repeat_disturbed(self, run: Callable[[], tuple[float, float]]) -> float:
+        """The value of the least disturbed try of `run`, which returns (the slowest probe of this rank, value)."""
         self._turns += not self._is_spent
         tries: list[tuple[float, float]] = []
         most = max(self._turns, TRIES)
@@ -299,7 +301,7 @@ class NoiseMonitor:
         ):
             self._repeated += bool(tries)
             begun, watched = perf_counter(), self._watching
-            slowdown, value = turn()
+            slowdown, value = run()
             taken = perf_counter() - begun
             if tries:
                 self._watching = watched + taken
@@ -313,20 +315,20 @@ class NoiseMonitor:
         return min(tries)[1]
 
     def measure(self, function: Callable[[], float]) -> float:
-        """The value of `function()` in a turn that is not disturbed. It must return the same on all ranks."""
+        """The value of `function()` in a run that is not disturbed. It must return the same on all ranks."""
 
-        def turn() -> tuple[float, float]:
+        def run() -> tuple[float, float]:
             before, value = self.wait_until_quiet(), function()
             return max(before, self.probe()), value
 
-        return self.repeat_disturbed(turn)
+        return self.repeat_disturbed(run)
 
-    def count(self) -> Turns:
-        """The turns since the last count."""
-        turns = Turns(self._turns, self._repeated, self._disturbed)
+    def count(self) -> Runs:
+        """The runs since the last count."""
+        runs = Runs(self._turns, self._repeated, self._disturbed)
         self._turns = self._repeated = self._waited = self._disturbed = 0
         self._watching, self._timing, self._is_spent = 0.0, 0.0, False
-        return turns
+        return runs
 
 
 def alternate(
@@ -343,15 +345,15 @@ def alternate(
 ) -> dict[str, list[float]]:
     """The seconds per call of each contestant, one for each round, of the slowest rank.
 
-    Collective over `comm` (mpi4py). A turn is `calls` calls of one contestant. All ranks start it together after `idle`
-    seconds of silence. So all turns have the same conditions: after silence, connections have lost their TCP window,
+    Collective over `comm` (mpi4py). A run is `calls` calls of one contestant. All ranks start it together after `idle`
+    seconds of silence. So all runs have the same conditions: after silence, connections have lost their TCP window,
     and token buckets are full.
 
-    `warmup` turns of each contestant come first and do not count. They make plans, memory and connections. The calls of
-    `before(name)` and `after(name, result)` around each turn are not timed. A `monitor` repeats disturbed turns.
+    `warmup` runs of each contestant come first and do not count. They make plans, memory and connections. The calls of
+    `before(name)` and `after(name, result)` around each run are not timed. A `monitor` repeats disturbed runs.
     """
 
-    def turn(name: str) -> tuple[float, float]:
+    def run(name: str) -> tuple[float, float]:
         call, slowdown = contestants[name], 0.0
         if before is not None:
             before(name)
@@ -375,9 +377,9 @@ def alternate(
         for place in range(len(names)):
             k = (i + place) % len(names)
             if monitor is None or i < warmup:
-                _, seconds[k, i] = turn(names[k])
+                _, seconds[k, i] = run(names[k])
             else:
-                seconds[k, i] = monitor.repeat_disturbed(partial(turn, names[k]))
+                seconds[k, i] = monitor.repeat_disturbed(partial(run, names[k]))
     seconds = seconds[:, warmup:].copy()
     slowest = of_all_ranks(comm, seconds).max(axis=0)
     return dict(zip(contestants, slowest.tolist(), strict=True))
@@ -403,6 +405,13 @@ def texts(comm: Any, own_text: str) -> list[str]:
     sent = np.frombuffer(own_text.encode()[:512].ljust(512, b"\0"), np.uint8)
     rows = of_all_ranks(comm, sent)
     return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
+
+
+def text_of_rank_0(comm: Communicator, text: str) -> str:
+    """The text of rank 0, on all ranks. Collective."""
+    own = np.frombuffer(text.encode(), np.uint8)
+    nbytes = int(np.asarray(broadcast(np.array([own.size]), comm=comm))[0])
+    return bytes(np.asarray(broadcast(own if comm.rank == 0 else np.zeros(nbytes, np.uint8), comm=comm))).decode()
 
 
 def of_all_ranks(comm: Any, own: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from time import process_time
 from typing import Any, NamedTuple
@@ -36,28 +36,20 @@ POSSIBLE = {
 """The least and the greatest value that a measured field of a Machine can have on a machine that exists."""
 
 
-class Disturbance(NamedTuple):
-    """What disturbed a measurement, in words. `ruins`: the figures cannot be used."""
+class Verdict(NamedTuple):
+    """What disturbed a measurement, in words, and what `ruins` it: then its figures cannot be used. () is plausible."""
 
-    what: str
-    ruins: bool
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The disturbances of a measurement. Without any its figures are plausible."""
-
-    disturbances: tuple[Disturbance, ...] = ()
+    ruins: tuple[str, ...] = ()
+    disturbs: tuple[str, ...] = ()
 
     @property
     def is_usable(self) -> bool:
-        return not any(disturbance.ruins for disturbance in self.disturbances)
+        return not self.ruins
 
     def __str__(self) -> str:
-        if not self.disturbances:
+        what = "; ".join([*self.ruins, *self.disturbs])
+        if not what:
             return "plausible: nothing disturbed the measurement"
-        worst_first = sorted(self.disturbances, key=lambda disturbance: not disturbance.ruins)
-        what = "; ".join(disturbance.what for disturbance in worst_first)
         if self.is_usable:
             return f"disturbed, but usable: {what}"
         return f"disturbed beyond use: {what}. Measure again when the machine is idle"
@@ -69,11 +61,17 @@ def judge(machine: Machine, kernels: float = 1.0, links: float = 1.0, others: fl
     `kernels` and `links` are the times of kernels and of messages at the end, divided by those before. `others` is how
     many of the `cores` other programs used (0 cores: unknown).
     """
-    found = [*_changes("kernels", kernels, KERNELS_FACTOR, MOST_KERNELS_FACTOR)]
-    found += _changes("messages", links, LINKS_FACTOR, MOST_LINKS_FACTOR)
+    found: dict[bool, list[str]] = {True: [*_impossible(machine)], False: []}  # by whether it ruins the figures
     if (what := others_in_words(others, cores)) is not None:
-        found.insert(0, Disturbance(what, others > MOST_OTHERS_SHARE * cores))
-    return Verdict((*_impossible(machine), *found))
+        found[others > MOST_OTHERS_SHARE * cores].append(what)
+    for name, factor, noted, ruinous in (
+        ("kernels", kernels, KERNELS_FACTOR, MOST_KERNELS_FACTOR),
+        ("messages", links, LINKS_FACTOR, MOST_LINKS_FACTOR),
+    ):
+        change = max(factor, 1 / factor) if factor > 0 else inf
+        if change > noted:
+            found[change > ruinous].append(f"{name} took {round(factor, 2)} times as long at the end as before")
+    return Verdict(tuple(found[True]), tuple(found[False]))
 
 
 def others_in_words(others: float, cores: int) -> str | None:
@@ -82,17 +80,11 @@ def others_in_words(others: float, cores: int) -> str | None:
     return f"others used {others:.1f} of {cores} core{'s' * (cores > 1)}" if disturbs else None
 
 
-def _changes(what: str, factor: float, noted: float, ruinous: float) -> Iterator[Disturbance]:
-    change = max(factor, 1 / factor) if factor > 0 else float("inf")
-    if change > noted:
-        yield Disturbance(f"{what} took {round(factor, 2)} times as long at the end as before", change > ruinous)
-
-
-def _impossible(machine: Machine) -> Iterator[Disturbance]:
+def _impossible(machine: Machine) -> Iterator[str]:
     for name, (least, most) in POSSIBLE.items():
         figure = getattr(machine, name)
         if not least <= figure <= most and (machine.curve or name not in ("latency", "bandwidth")):  # else: no links
-            yield Disturbance(f"{name} {figure:.2g} cannot be", True)
+            yield f"{name} {figure:.2g} cannot be"
 
 
 # ----------------------------------------------------------------------------------------------------- who uses cores

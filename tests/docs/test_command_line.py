@@ -17,9 +17,10 @@ from commands import PROGRAM, ROOT, run_here
 
 import fompi
 from fompi.base.layout import Partial, Replicate, Shard, Spec
+from fompi.base.tables import Table
 from fompi.cli.calibrate import described_instead
 from fompi.cli.main import COMMANDS, main
-from fompi.cli.output import DEFAULT_COLUMNS, Progress, Table, show
+from fompi.cli.output import DEFAULT_COLUMNS, Progress, show
 from fompi.ops.operations import OPERATIONS
 from fompi.plans.plan import Plan, programs_from_json
 
@@ -522,13 +523,13 @@ CALIBRATED = """
 import sys
 from fompi.cli.main import main
 from fompi.model.machine import Machine
-from fompi.tuning.verdict import Disturbance, Verdict
+from fompi.tuning.verdict import Verdict
 import fompi.tuning.calibrate as module
 
 def quick(comm, say, limit, device):
     say("kernels")
-    found = [Disturbance("others used 2.0 of 2 cores", True)] if "busy.json" in sys.argv[1] else []
-    return module.Calibrated(Machine.load("laptop"), Verdict(tuple(found)))
+    ruins = ["others used 2.0 of 2 cores"] if "busy.json" in sys.argv[1] else []
+    return Machine.load("laptop"), Verdict(tuple(ruins))
 
 module.calibrate_and_judge = quick
 sys.exit(main(["calibrate", *sys.argv[1:]]))

@@ -70,7 +70,7 @@ import numpy as np
 import fompi
 from fompi.bench import papers
 from fompi.bench.cluster import TcpHosts
-from fompi.bench.measure import Bench, Options
+from fompi.bench.measure import Bench
 
 world = fompi.Communicator()
 papers.M, papers.K, papers.N, papers.PIECES, papers.PILOT_ROUNDS = 240, 64, 2048, (4,), 1
@@ -79,8 +79,8 @@ papers.SLICED = {"slices": {"schedule": "sliced_p2p", "slices": 4}}
 good = {"fompi ring, 4 slices": {"schedule": "ring", "slices": 4}}
 bad = {"fompi ring, 4 slices": {"schedule": "unfused_p2p", "slices": 4}}  # every message waits for the whole kernel
 with TcpHosts(world.link.comm) as cluster:
-    setting = papers.Setting("matmul_reduce_scatter", world.rank, world.size)
-    bench = Bench(world, cluster, Options(3))
+    setting = papers.PeerCase("matmul_reduce_scatter", papers.M, papers.N, papers.K)
+    bench = Bench(world, cluster, 3)
     exchange = papers.best_exchange(bench, setting)
     for name, candidates in (("good", good), ("spoilt", bad)):
         papers.CANDIDATES = candidates

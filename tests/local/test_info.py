@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from fompi.cli.facts import _counters, _paths
-from fompi.cli.info import text
+from fompi.cli.info import blocks
 from fompi.cli.processes import (
-    Gpu,
     Process,
     binding,
     cores_per_rank,
@@ -95,7 +94,7 @@ ranks      2 on a, 1 on node-2
 cores      0.6667 per rank, shared cores on a; own cores on node-2
 GPUs       each rank sees 0 or 2
 progress   poll (FOMPI_PROGRESS=auto)
-native     3% of 4096 KiB (34.1 ms) move while all ranks stay out of MPI
+by itself  3% of 4096 KiB (34.1 ms) move while all ranks stay out of MPI
 
 rank  host    local rank    pid  cores     device
    0  a                0      9  0-1       cuda:0 NVIDIA H200
@@ -121,6 +120,10 @@ rank  host  local rank  pid  cores  device
    0  a              0    9  0-1    cpu
 
 MPI: there is none: get one"""
+
+
+def text(facts):
+    return "\n\n".join(map(str, blocks(facts)))
 
 
 def test_text_with_mpi():
@@ -158,7 +161,7 @@ def test_text_without_mpi():
             },
             [
                 "progress   helper (FOMPI_PROGRESS=auto), a poll every 1 to 4 ms, another thread for products",
-                "native     not measured: there is one rank",
+                "by itself  not measured: there is one rank",
             ],
         ),
         (
@@ -169,13 +172,13 @@ def test_text_without_mpi():
                 "worker": False,
                 "native": SKIPPED,
             },
-            ["progress   none (give one of ...)", "native     not measured: there is one rank"],
+            ["progress   none (give one of ...)", "by itself  not measured: there is one rank"],
         ),
     ],
 )
 def test_text_of_progress(progress, lines):
     shown = text({**FACTS, "progress": progress}).splitlines()
-    assert [line for line in shown if line.startswith(("progress", "native"))] == lines
+    assert [line for line in shown if line.startswith(("progress", "by itself"))] == lines
 
 
 @pytest.mark.parametrize(
@@ -312,9 +315,9 @@ class Driver:
 def test_the_gpu_of_a_local_rank():
     for driver in (Driver(2), Driver(2, second_version=False)):
         assert [gpu_of(rank, driver) for rank in range(3)] == [
-            Gpu(f"cuda:{rank % 2} Fake", f"{'0' * 28}ab0{rank % 2}", 2) for rank in range(3)
+            (f"cuda:{rank % 2} Fake", f"{'0' * 28}ab0{rank % 2}", 2) for rank in range(3)
         ]
-    assert gpu_of(0, None) == gpu_of(0, Driver(0)) == gpu_of(0, Driver(2, error=100)) == Gpu("cpu", "", 0)
+    assert gpu_of(0, None) == gpu_of(0, Driver(0)) == gpu_of(0, Driver(2, error=100)) == ("cpu", "", 0)
 
 
 def run(command, status=0, **environ):

@@ -1,4 +1,4 @@
-"""How times are taken and compared: statistics, and the loop of turns, in one process."""
+"""How times are taken and compared: statistics, and the loop of runs, in one process."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_each_round_starts_with_another_contestant():
     assert measured.keys() == calls.keys() and all(len(s) == 3 and min(s) > 0 for s in measured.values())
 
 
-def test_calls_before_and_after_a_turn_are_not_timed():
+def test_calls_before_and_after_a_run_are_not_timed():
     seen = []
     measured = alternate(
         Alone(),
@@ -175,20 +175,20 @@ def test_a_time_is_per_call_and_of_the_slowest_rank():
 
 
 def monitor_with(monkeypatch, probes):
-    """A monitor whose probes have these values: one before and one after each turn."""
+    """A monitor whose probes have these values: one before and one after each run."""
     monitor = NoiseMonitor(Alone())
     values = iter(probes)
     monkeypatch.setattr(monitor, "probe", lambda: next(values))
     return monitor
 
 
-def test_a_disturbed_turn_is_repeated(monkeypatch):
+def test_a_disturbed_run_is_repeated(monkeypatch):
     """The least disturbed try counts, not the fastest one. There are at most TRIES tries."""
     naps = iter([0.03, 0.01, 0.02])
     monitor = monitor_with(monkeypatch, [1.0, 1.5, 1.0, 1.4, 1.0, 1.1])
     measured = alternate(Alone(), {"a": lambda: time.sleep(next(naps))}, 1, warmup=0, monitor=monitor)
     assert measured["a"][0] == pytest.approx(0.02, rel=0.4)
-    assert str(monitor.count()) == "1 turn: 2 were repeated because others used the cores, 0 stayed disturbed"
+    assert str(monitor.count()) == "1 run: 2 were repeated because others used the cores, 0 stayed disturbed"
 
 
 def test_a_single_measurement_is_repeated_too(monkeypatch):
@@ -200,7 +200,7 @@ def test_a_single_measurement_is_repeated_too(monkeypatch):
     assert monitor.measure(lambda: 1.1) == 1.1 and monitor.count().repeated == TRIES - 1
 
 
-def test_a_turn_waits_until_others_rest(monkeypatch):
+def test_a_run_waits_until_others_rest(monkeypatch):
     """Then it need not be repeated. If others never rest, the waits are limited."""
     monkeypatch.setattr(rounds, "WAIT_SECONDS", 0.001)
     monitor = monitor_with(monkeypatch, [1.3, 1.2, 1.0, 1.0])
@@ -211,8 +211,8 @@ def test_a_turn_waits_until_others_rest(monkeypatch):
     assert len(probes) <= 2 * 2 * 50 + rounds.WAITS * (50 + TRIES)
 
 
-def test_the_number_of_repeated_turns_is_limited(monkeypatch):
-    """If others never rest, there are at most twice as many turns. `count` then starts at 0 again."""
+def test_the_number_of_repeated_runs_is_limited(monkeypatch):
+    """If others never rest, there are at most twice as many runs. `count` then starts at 0 again."""
     monitor = monitor_with(monkeypatch, iter(lambda: 1.6, 0))
     calls = []
     alternate(Alone(), {"a": lambda: calls.append(1), "b": lambda: calls.append(1)}, 10, warmup=1, monitor=monitor)
@@ -220,9 +220,9 @@ def test_the_number_of_repeated_turns_is_limited(monkeypatch):
     assert monitor.count().disturbed == 20 and monitor.count().timed == 0
 
 
-@pytest.mark.parametrize(("turn", "watched"), [(0.001, 5), (0.008, 30)])
-def test_the_patience_of_a_monitor_ends(turn, watched, monkeypatch):
-    """Probes take 6 ms of a turn, on a clock of the test. After 20 ms they take no longer than the turns themselves."""
+@pytest.mark.parametrize(("run", "watched"), [(0.001, 5), (0.008, 30)])
+def test_the_patience_of_a_monitor_ends(run, watched, monkeypatch):
+    """Probes take 6 ms of a run, on a clock of the test. After 20 ms they take no longer than the runs themselves."""
     clock = [0.0]
 
     def spend(*operands, out=None, seconds=0.001):
@@ -234,9 +234,9 @@ def test_the_patience_of_a_monitor_ends(turn, watched, monkeypatch):
     monitor = NoiseMonitor(Alone(), patience=0.0205)
     monitor.count()
     for _ in range(30):
-        monitor.measure(lambda: spend(seconds=turn))
+        monitor.measure(lambda: spend(seconds=run))
     assert monitor.count() == (watched, 0, 0)  # all others ran without probes
-    assert clock[0] == pytest.approx(3e-3 * rounds.FIRST_PROBES + 30 * turn + watched * 6e-3)
+    assert clock[0] == pytest.approx(3e-3 * rounds.FIRST_PROBES + 30 * run + watched * 6e-3)
 
 
 def test_probes_of_an_idle_core_are_quiet():

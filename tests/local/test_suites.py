@@ -9,7 +9,7 @@ import pytest
 
 from fompi.base.errors import FompiError
 from fompi.bench import fused, papers, peers, planner, table, trial
-from fompi.bench.measure import DEFAULT, Bench, Options
+from fompi.bench.measure import DEFAULT, Bench
 from fompi.model.machine import Level, Machine
 from fompi.tuning.rounds import Row
 
@@ -24,12 +24,12 @@ class Hosts:
     def __init__(self, shared=False):
         self.shared = shared
 
-    def turns(self):
-        return "7 turns"
+    def runs(self):
+        return "7 runs"
 
 
 def bench(shared=False):
-    return Bench(COMM, Hosts(shared), Options(7))
+    return Bench(COMM, Hosts(shared), 7)
 
 
 def samples(**seconds):
@@ -40,7 +40,7 @@ def samples(**seconds):
 def fused_row(best=1.06, unfused=1.9, sliced=1.2, cpu=0.02, shared=False, k=512):
     named = samples(**{peers.KERNEL: 1.0, fused.BARE: 0.9, DEFAULT: 1.1, "fompi direct, 2 slices": best})
     named |= dict.fromkeys(fused.UNFUSED, [unfused] * 7)
-    named |= {f"{n} slices, {way}": [sliced] * 7 for n in fused.SLICES for way in ("native", "P2P")}
+    named |= {f"{n} slices, {way}": [sliced] * 7 for n in fused.SLICES for way in ("library", "P2P")}
     case = peers.PeerCase("matmul_reduce_scatter", 2048, 2048, k)
     row = Row(str(case), "two hosts", named)
     return fused.evaluated(bench(shared), case, "fompi direct, 2 slices", cpu, row)
@@ -54,7 +54,7 @@ def fused_row(best=1.06, unfused=1.9, sliced=1.2, cpu=0.02, shared=False, k=512)
         ({"sliced": 1.02}, ["4 slices|slices"]),
         ({"cpu": 0.1}, ["c_m / T_m"]),
         ({"k": 1024, "best": 1.3, "sliced": 1.4}, ["unfused"]),
-        ({"best": 9.0, "cpu": 0.5, "shared": True}, []),  # without a wire there are no targets
+        ({"best": 9.0, "cpu": 0.5, "shared": True}, []),  # without links there are no targets
     ],
 )
 def test_fused(seconds, missed):
@@ -92,7 +92,7 @@ def test_papers(ratio, best, reached):
     """T_c is 1 and T_m is `ratio`. The targets: exposed time, without overlap / fompi, and fompi / bare exchange."""
     named = samples(**{papers.KERNEL: 1.0, papers.BARE: ratio, "fompi ring, 4 slices": best})
     named |= dict.fromkeys(papers.UNFUSED, [1 + ratio] * 7) | dict.fromkeys(papers.SLICED, [1.08 * best] * 7)
-    setting = papers.Setting("all_gather_matmul", 0, 4)
+    setting = papers.PeerCase("all_gather_matmul", papers.M, papers.N, papers.K)
     row = papers.evaluated(bench(), setting, ratio, "fompi ring, 4 slices", named)
     assert row.reached is reached and row.marks == ["emulated accelerator"]
     assert papers.evaluated(bench(True), setting, ratio, "fompi ring, 4 slices", named).reached is None
@@ -104,8 +104,8 @@ def test_papers(ratio, best, reached):
 )
 def test_peers(best, sliced, others, is_missed):
     """The targets: slices in each row, other peers as a mean of the balanced rows, never slower than unfused."""
-    named = samples(**{peers.KERNEL: 1.0, peers.WIRE: 0.8, "unfused, mpi4py blocking": 1.5, "unfused, mpi4py P2P": 1.5})
-    named |= samples(**{peers.UNFUSED_P2P: 1.5, "2 slices, native": sliced, "gloo blocking": others})
+    named = samples(**{peers.KERNEL: 1.0, peers.LINK: 0.8, "unfused, mpi4py blocking": 1.5, "unfused, mpi4py P2P": 1.5})
+    named |= samples(**{peers.UNFUSED_P2P: 1.5, "2 slices, library": sliced, "gloo blocking": others})
     named |= dict.fromkeys(peers.FUSED, [best] * 7)
     row = Row("a row", "", named)
     row = Row("a row", "", named, figures=peers.figures(bench(), row, row.best(peers.FUSED)))
@@ -181,7 +181,7 @@ def test_a_trial_warns_of_others_on_the_cores(monkeypatch):
     assert not trial.Trial.of((8, 8, 8), 2, hosts, [fused_row()]).warnings
     hosts.totals = (7, 7, 2)
     (warning,) = trial.Trial.of((8, 8, 8), 2, hosts, [fused_row()]).warnings
-    assert warning.startswith("others used the cores: 7 of 7 turns were repeated, and 2 of them were disturbed again")
+    assert warning.startswith("others used the cores: 7 of 7 runs were repeated, and 2 of them were disturbed again")
     hosts.totals = (0, 0, 0)
     assert not trial.Trial.of((8, 8, 8), 2, hosts, [fused_row()], (0.1, 2)).warnings
     (warning,) = trial.Trial.of((8, 8, 8), 2, hosts, [fused_row()], (1.2, 2)).warnings

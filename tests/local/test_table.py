@@ -25,20 +25,20 @@ FACTS = {
 
 @pytest.fixture
 def rows():
-    samples = {"native": [0.2, 0.21, 0.22], "fompi | direct": [0.1, 0.1, 0.1]}
+    samples = {"library": [0.2, 0.21, 0.22], "fompi | direct": [0.1, 0.1, 0.1]}
     row = Row(
         "all_gather",
         "2 ranks",
         samples,
-        "native",
-        {"wire": 0.09},
+        "library",
+        {"link": 0.09},
         {"fompi | direct": 0.11},
         absent={"other": "not installed"},
-        errors={"native": 1e-7},
+        errors={"library": 1e-7},
         progress="polling",
         marks=("emulated accelerator",),
     )
-    reached = row.ratio("native", "fompi | direct", least=2.0, limit=2.5)
+    reached = row.ratio("library", "fompi | direct", least=2.0, limit=2.5)
     missed = Figure("exposed", 0.5, "%", most=0.2)
     return [
         Row(**{**row.__dict__, "figures": (reached, missed)}),
@@ -51,7 +51,7 @@ def test_json_contains_every_sample(rows):
     assert read["about"] == FACTS
     first, last = read["rows"]
     assert first["samples"] == {name: list(s) for name, s in rows[0].samples.items()}
-    assert first["seconds"]["native"] == {"median": 0.21, "p99": pytest.approx(0.2198), "least": 0.2, "most": 0.22}
+    assert first["seconds"]["library"] == {"median": 0.21, "p99": pytest.approx(0.2198), "least": 0.2, "most": 0.22}
     assert [figure["reached"] for figure in first["figures"]] == [True, False] and first["reached"] is False
     assert first["figures"][0]["interval"]["low"] == pytest.approx(2) and last["reached"] is None
     assert first["marks"] == ["emulated accelerator"] and first["absent"] == {"other": "not installed"}
@@ -66,7 +66,7 @@ def test_markdown(rows):
     body = [line for line in times.splitlines() if line.startswith("|")]
     assert body[2].startswith("| fompi \\| direct | 100.00 | 100.00 to 100.00 | 100.00 | 2.100")  # fastest first
     assert body[0].endswith(" | predicted / it |") and body[2].endswith(" | 1.100 |") and body[3].endswith(" |  |")
-    assert "| limit: wire | 90.00 |" in times and "| other: not installed |" in times
+    assert "| limit: link | 90.00 |" in times and "| other: not installed |" in times
     assert len({line.replace("\\|", "").count("|") for line in body}) == 1, "all lines have the same number of cells"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 from time import perf_counter, sleep
 
@@ -12,7 +13,7 @@ import fompi
 from fompi.base.errors import LayoutError
 from fompi.bench import collectives, peers
 from fompi.bench.cluster import TcpHosts
-from fompi.bench.measure import DEFAULT, Bench, Options
+from fompi.bench.measure import DEFAULT, Bench
 from fompi.bench.peers import OPERATIONS, PeerCase
 from fompi.bench.rivals import plain_mpi
 from fompi.bench.rivals.gloo import Gloo
@@ -24,8 +25,8 @@ MAKERS = {
     "pairwise": plain_mpi.pairwise,
     **{f"pairwise {s}": partial(plain_mpi.pairwise, slices=s) for s in (2, 4)},
     "pairwise 4, window 1": partial(plain_mpi.pairwise, slices=4, window=1),
-    **{f"native {s}": partial(plain_mpi.native_slices, slices=s) for s in (1, 2, 4)},
-    "native 4, window 1": partial(plain_mpi.native_slices, slices=4, window=1),
+    **{f"library {s}": partial(plain_mpi.library_slices, slices=s) for s in (1, 2, 4)},
+    "library 4, window 1": partial(plain_mpi.library_slices, slices=4, window=1),
 }
 
 
@@ -51,19 +52,19 @@ def test_the_reference_is_the_result_of_fompi(world, operation):
 def test_rivals_are_right(comm, operation, name):
     """Each call uses the current content of x."""
     (x, w), reference = operands_and_reference(operation, comm)
-    rival = MAKERS[name](operation, comm, x, w)
-    for factor in (1.0, 2.0, -3.0):
-        x *= factor
-        reference *= factor
-        assert relative_error(rival.call(), reference) < 1e-6
-    rival.close()
+    with ExitStack() as held:
+        call = MAKERS[name](operation, comm, x, w, held)
+        for factor in (1.0, 2.0, -3.0):
+            x *= factor
+            reference *= factor
+            assert relative_error(call(), reference) < 1e-6
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_rivals_refuse_rows_that_do_not_divide(comm, operation):
     x, w = np.ones((3, 2), np.float32), np.ones((2, 2), np.float32)
-    with pytest.raises(LayoutError, match=f"{operation}: 3 rows do not divide by"):
-        plain_mpi.pairwise(operation, comm, x, w, 2 * comm.size)
+    with pytest.raises(LayoutError, match=f"{operation}: 3 rows do not divide by"), ExitStack() as held:
+        plain_mpi.pairwise(operation, comm, x, w, held, 2 * comm.size)
 
 
 def test_a_rival_s_helper_polls_only_for_messages(comm):
@@ -93,9 +94,9 @@ def test_gloo_is_right(comm, monkeypatch):
         for operation in OPERATIONS:
             (x, w), reference = operands_and_reference(operation, comm)
             for make in (gloo.blocking, partial(gloo.slices, 2), partial(gloo.slices, 4)):
-                rival = make(operation, x, w)
+                call = make(operation, x, w)
                 for _ in range(2):
-                    assert relative_error(rival.call(), reference) < 1e-6
+                    assert relative_error(call(), reference) < 1e-6
         gloo.close()
 
 
@@ -110,23 +111,23 @@ def test_a_peer_that_one_rank_cannot_start_is_skipped_on_all(comm):
 
 def test_a_cluster_of_one_host(comm):
     with TcpHosts(comm) as cluster:
-        assert cluster.shared and cluster.idle == 0 and "shared memory: no wire" in str(cluster)
+        assert cluster.shared and cluster.idle == 0 and "shared memory: no link" in str(cluster)
         address = cluster.rendezvous()
         assert comm.allgather(address) == [address] * comm.size
-        with pytest.raises(ValueError, match="no wire"):
+        with pytest.raises(ValueError, match="no link"):
             cluster.exchange(1)
 
 
 @pytest.mark.parametrize("operation", collectives.OPERATIONS)
-def test_collectives_are_compared_with_the_native_ones(world, operation):
+def test_collectives_are_compared_with_those_of_the_library(world, operation):
     """One small row of the suite. Every candidate has the same bits as the reference."""
     with TcpHosts(world.link.comm) as cluster:
-        bench = Bench(world, cluster, Options(rounds=2))
+        bench = Bench(world, cluster, 2)
         row = collectives.measured(bench, operation, 4 * collectives.COLUMNS * 16 * world.size)
-    assert row.base == "native" and set(row.errors.values()) == {0.0} and row.errors.keys() == row.samples.keys()
+    assert row.base == "library" and set(row.errors.values()) == {0.0} and row.errors.keys() == row.samples.keys()
     left_out = "ring" if operation == "all_to_all" else "pairwise"
     candidates = {name for name, how in collectives.CANDIDATES.items() if how["schedule"] != left_out}
     assert len(candidates) >= 7
-    assert row.samples.keys() == {"native", DEFAULT} | candidates
+    assert row.samples.keys() == {"library", DEFAULT} | candidates
     (figure,) = row.figures
-    assert figure.reached is None and figure.name.startswith("native / fompi")
+    assert figure.reached is None and figure.name.startswith("library / fompi")

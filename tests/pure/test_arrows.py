@@ -45,7 +45,6 @@ FOREIGN = {
         "bench/train.py",
     },
     "jax": {"jax", "bench/jit.py", "bench/rivals/xla.py"},
-    "mpi4jax": {"bench/rivals/xla.py"},
     "matplotlib": {"bench/table.py", "cli/picture.py"},
     "rich": {"cli/output.py"},
     "numba": {"backends/numba.py"},

@@ -26,7 +26,7 @@ def exposed(counts, sizes, seconds, ranks):
     edges = [0, *accumulate(counts)]
     parts = [slice(a, b) for a, b in pairwise(edges)]
     sums = [sum(sizes[part]) * (1 + 1 / ranks) for part in parts]
-    sums = [MACHINE.native("reduce_scatter", n, ranks) if n else 0.0 for n in sums]
+    sums = [MACHINE.library("reduce_scatter", n, ranks) if n else 0.0 for n in sums]
     backward = [sum(seconds[part]) for part in parts]
     return max(sum(sums[: k + 1]) - sum(backward[:k]) for k in range(len(counts)))
 
@@ -47,7 +47,7 @@ def test_the_best_of_all_cuts(seed):
 def test_the_last_bucket_is_small():
     """32 equal layers whose sums take 0.9 of their backward: about one layer is exposed, not a bucket of eight."""
     nbytes = 4e6
-    layer = MACHINE.native("reduce_scatter", nbytes * 1.125, 8) / 0.9
+    layer = MACHINE.library("reduce_scatter", nbytes * 1.125, 8) / 0.9
     found = buckets([nbytes] * 32, [layer] * 32, MACHINE, ranks=8)
     assert found.counts[0] == 1 and found.exposed < 1.01 * layer
     assert exposed([8] * 4, [nbytes] * 32, [layer] * 32, 8) > 6 * layer

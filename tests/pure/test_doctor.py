@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fompi.cli.doctor import links_of
-from fompi.cli.findings import Facts, Finding, HostFacts, Measured, Products, findings, wall_ahead
+from fompi.cli.findings import BETWEEN, WITHIN, Facts, Finding, HostFacts, Products, findings, wall_ahead
 from fompi.model.machine import Level
 from fompi.traces.clocks import Clock
 
@@ -41,7 +41,7 @@ HEALTHY = Facts(
     INFO,
     PLACES,
     pairs=PAIRS,
-    levels=[Measured(False, LEVEL), Measured(True, LEVEL)],
+    levels=[(WITHIN, LEVEL), (BETWEEN, LEVEL)],
     moved=0.95,
     clocks={rank: Clock(0.0, 0.0, 1e-6, 1e-5) for rank in (1, 2, 3)},
     products={host: Products(1e-3, 1.1e-3, 4.0) for host in ("n1", "n2")},
@@ -190,7 +190,7 @@ FAULTS = {
     ),
     "a slow rank": (with_pairs(_03=20, _13=20), "warning", "every link of rank 3 on n2 is slow: 20", "--exclude=n2"),
     "slow messages": (
-        replace(HEALTHY, levels=[Measured(True, LEVEL._replace(latency=0.005))]),
+        replace(HEALTHY, levels=[(BETWEEN, LEVEL._replace(latency=0.005))]),
         "warning",
         "a short message takes 5 ms between hosts",
         "--exclusive",

@@ -15,7 +15,7 @@ from fompi import Partial, Replicate, Shard, Spec
 from fompi.base.errors import LayoutError
 from fompi.base.layout import Sizes, cut
 from fompi.model.flow_shop import Job, makespan
-from fompi.model.lower_bound import call_seconds, native_nbytes, row_nbytes
+from fompi.model.lower_bound import call_seconds, library_nbytes, row_nbytes
 from fompi.model.machine import PRESETS, Level, Machine
 from fompi.model.simulate import predict
 from fompi.planner.candidates import (
@@ -431,7 +431,7 @@ def test_the_slices_of_library_collectives_are_exact():
         for n in cut:
             done += n
             first = first + call_seconds(made, machine, n * 64) if calls else call_seconds(made, machine, done * 64)
-            second = max(first, second) + machine.native("all_reduce", native_nbytes(made, n * 64), 4, True, True)
+            second = max(first, second) + machine.library("all_reduce", library_nbytes(made, n * 64), 4, True, True)
         return second
 
     def cuts(units, most):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fompi.model import fit
-from fompi.model.fit import MeasuredProduct, Topology
+from fompi.model.fit import Topology
 from fompi.model.machine import Level, Machine
 
 
@@ -188,13 +188,13 @@ def test_products(packing):
     shapes = [(1024, 1024, 1024), (256, 1024, 1024), (64, 1024, 1024), (128, 1024, 2048)]
     both = [4.0 * (m * k + k * n) for m, k, n in shapes]
     timed = [
-        fit.product(m, k, n, 2.0 * m * k * n / 5e10 + nbytes / packing)
+        (*fit.product(m, k, n), 2.0 * m * k * n / 5e10 + nbytes / packing)
         for (m, k, n), nbytes in zip(shapes, both, strict=True)
     ]
     assert fit.product_rates(timed) == pytest.approx((5e10, packing))
     machine = replace(Machine.load("gigabit"), flops_rate=5e10, pack_rate=packing)
-    for shape, product in zip(shapes, timed, strict=True):
-        assert fit.product_seconds(machine, *shape) == pytest.approx(machine.overhead + product.seconds)
+    for shape, (_, _, seconds) in zip(shapes, timed, strict=True):
+        assert fit.product_seconds(machine, *shape) == pytest.approx(machine.overhead + seconds)
 
 
 @pytest.mark.parametrize(
@@ -213,6 +213,6 @@ def test_ports(taken, expected):
 
 def test_packing_that_costs_nothing():
     """By noise, packing may seem to save time. It then counts as free."""
-    timed = [MeasuredProduct(1e9, 4e6, 1.0), MeasuredProduct(1e8, 4e6, 0.09)]
+    timed = [(1e9, 4e6, 1.0), (1e8, 4e6, 0.09)]
     flops_rate, pack_rate = fit.product_rates(timed)
     assert pack_rate == 1e300 and 1e9 <= flops_rate <= 1.2e9

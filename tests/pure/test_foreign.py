@@ -9,6 +9,7 @@ import catalogue
 import foreign
 import numpy as np
 import pytest
+from twin import twin
 
 import fompi
 from fompi.backends.numpy import Numpy
@@ -16,7 +17,6 @@ from fompi.foreign import msccl
 from fompi.foreign.algorithm import ScheduleError
 from fompi.foreign.proof import check
 from fompi.foreign.translate import plan_of
-from fompi.model.twin import twin
 from fompi.plans.conditions import reference
 from fompi.plans.verify import verify
 
@@ -30,7 +30,7 @@ def test_a_right_schedule(name, size):
     assert verdict.is_right, verdict.reasons
     assert all(foreign.runs_right(algorithm, seed, verdict.slots) for seed in range(3))
     assert verdict.slots == 1 or not foreign.runs_right(algorithm, 0, verdict.slots // 2)
-    made = plan_of(algorithm, verdict.order, 4, (3,), "float64")
+    made = plan_of(algorithm, verdict, 4, (3,), "float64")
     verify(made)
     for distribution in ("even", "uneven"):
         sizes = catalogue.sizes(made.problem, distribution)
@@ -45,7 +45,7 @@ def test_numbers():
     verdict = check(msccl.read(foreign.ring_all_reduce(4)))
     assert (verdict.moved, verdict.depth, verdict.slots) == ((6,) * 4, 6, 2)
     ring = fompi.plan("all_reduce", fompi.Spec((64,), "float32", fompi.Partial()), ranks=4, schedule="ring")
-    made = plan_of(msccl.read(foreign.ring_all_reduce(4)), verdict.order, 16, (), "float32")
+    made = plan_of(msccl.read(foreign.ring_all_reduce(4)), verdict, 16, (), "float32")
     assert fompi.simulate(made, "gigabit").seconds == pytest.approx(fompi.simulate(ring, "gigabit").seconds)
 
 
@@ -87,7 +87,7 @@ def test_no_spoiled_schedule_is_accepted(name):
         verdict = check(algorithm)
         if verdict.is_right:
             assert all(foreign.runs_right(algorithm, seed) for seed in range(5)), text
-            verify(plan_of(algorithm, verdict.order, 4, (), "float32"))
+            verify(plan_of(algorithm, verdict, 4, (), "float32"))
         else:
             refused += 1
             assert len(verdict.reasons) >= 1 and all(verdict.reasons)

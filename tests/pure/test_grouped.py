@@ -7,12 +7,12 @@ from random import Random
 
 import numpy as np
 import pytest
+from twin import twin
 
 import fompi
 from fompi import LayoutError, PlanError, Replicate, ShapeError, Shard, Spec
 from fompi.backends.numpy import Numpy
 from fompi.base.layout import Sizes, split
-from fompi.model.twin import twin
 from fompi.plans.conditions import reference
 from fompi.plans.kernels import GROUPED
 from fompi.plans.plan import Compute, Send, programs_from_json

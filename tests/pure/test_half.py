@@ -14,12 +14,12 @@ import pytest
 from catalogue import rounded, wide
 from hypothesis import given
 from hypothesis import strategies as st
+from twin import twin
 
 from fompi.backends import in_c
 from fompi.backends.half import narrow, widen
 from fompi.backends.numpy import Numpy
 from fompi.base.layout import HALF
-from fompi.model.twin import twin
 from fompi.plans.conditions import reference
 from fompi.schedules import registry
 

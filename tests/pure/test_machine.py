@@ -28,8 +28,8 @@ def test_costs_of_messages_and_kernels():
     assert machine.link(0, 1).seconds(0) == 2.0 and machine.link(0, 1).seconds(30) == 5.0
     assert machine.kernel(1000, 0) == 11.0 and machine.kernel(0, 100) == 3.0  # the slower of both counts
     assert replace(machine, pack_rate=4.0).kernel(1000, 0, packed=8) == 13.0
-    assert machine.native("all_gather", 30, ranks=3) == 7.0
-    assert replace(machine, natives={"all_gather": ((0.0, 1.0), (10.0, 2.0))}).native("all_gather", 5, ranks=3) == 1.5
+    assert machine.library("all_gather", 30, ranks=3) == 7.0
+    assert replace(machine, natives={"all_gather": ((0.0, 1.0), (10.0, 2.0))}).library("all_gather", 5, ranks=3) == 1.5
 
 
 def test_the_last_wave_of_a_product_takes_as_long_as_a_full_one():
@@ -183,10 +183,10 @@ def test_links():
 def test_a_collective_without_a_curve():
     """One latency per peer, and the bytes through the outermost link between these ranks, at the slowest rate."""
     flat = Machine("simple", 1.0, 10.0, 1.0, 1.0, 0.0)
-    assert flat.native("all_gather", 30, 3) == 2 + 3
-    assert replace(flat, rates=(1.0, 0.5)).native("all_gather", 30, 3) == 2 + 6
+    assert flat.library("all_gather", 30, 3) == 2 + 3
+    assert replace(flat, rates=(1.0, 0.5)).library("all_gather", 30, 3) == 2 + 6
     groups = replace(flat, levels=(Level(4, 2.0, 5.0, True),))
-    assert groups.native("all_gather", 30, 4) == 3 + 3 and groups.native("all_gather", 30, 8) == 14 + 4 * 6
+    assert groups.library("all_gather", 30, 4) == 3 + 3 and groups.library("all_gather", 30, 8) == 14 + 4 * 6
 
 
 def test_large_integers_in_curves(tmp_path):
@@ -221,9 +221,9 @@ def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
 def test_curves_hold_for_the_measured_number_of_ranks():
     natives = {"all_gather": ((1e6, 0.5),)}
     measured = replace(Machine.load("gigabit"), natives=natives, natives_ranks=4)
-    assert measured.native("all_gather", 1e6, 4) == 0.5
-    assert measured.native("all_gather", 1e6, 64) == Machine.load("gigabit").native("all_gather", 1e6, 64)
-    assert replace(measured, natives_ranks=0).native("all_gather", 1e6, 64) == 0.5
+    assert measured.library("all_gather", 1e6, 4) == 0.5
+    assert measured.library("all_gather", 1e6, 64) == Machine.load("gigabit").library("all_gather", 1e6, 64)
+    assert replace(measured, natives_ranks=0).library("all_gather", 1e6, 64) == 0.5
 
 
 @pytest.mark.parametrize("curve", [((1e6, 0.01),), ((0.0, 0.0), (1e6, 0.01)), ((1e3, 1e-4), (1e6, 1e-4))])

@@ -15,10 +15,10 @@ import catalogue
 import numpy as np
 import pytest
 from mutants import MUTATIONS, mutant
+from twin import twin
 
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import PlanError
-from fompi.model.twin import twin
 from fompi.plans.verify import verify
 from fompi.schedules import registry
 

@@ -14,13 +14,13 @@ from time import perf_counter, sleep
 import catalogue
 import numpy as np
 import pytest
+from twin import twin
 
 from fompi.backends import in_c
 from fompi.backends.half import narrow, storage
 from fompi.backends.numpy import Numpy
 from fompi.engine.in_flight import FINISHED, GOES_ON, HAS_KERNELS
 from fompi.engine.native import FUNCTIONS, PACE, _address
-from fompi.model.twin import twin
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.lower import OP, table
 from fompi.schedules import registry

@@ -10,6 +10,7 @@ from random import Random
 import catalogue
 import numpy as np
 import pytest
+from twin import twin
 
 import fompi
 from fompi.backends import chains
@@ -18,7 +19,6 @@ from fompi.backends.numpy import Numpy
 from fompi.base.errors import PlanError
 from fompi.base.layout import Sizes, offsets, split
 from fompi.model.machine import Machine
-from fompi.model.twin import twin
 from fompi.planner.choose import choose_schedule
 from fompi.planner.explain import explain
 from fompi.plans.plan import Compute, Program, Programs, Recv

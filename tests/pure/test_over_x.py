@@ -8,12 +8,12 @@ from itertools import product
 import catalogue
 import numpy as np
 import pytest
+from twin import twin
 
 import fompi
 from fompi import Partial, Spec
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import PlanError
-from fompi.model.twin import twin
 from fompi.plans.conditions import reference
 from fompi.plans.over_x import over_x
 from fompi.plans.plan import Chunk, Collective, Compute, Programs, Send

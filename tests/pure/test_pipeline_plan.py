@@ -8,13 +8,13 @@ from random import Random
 
 import numpy as np
 import pytest
+from twin import twin
 
 import fompi
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import DtypeError, PlanError, ShapeError
 from fompi.base.wires import WIRES
 from fompi.model.pipeline import placement_of, predicted
-from fompi.model.twin import twin
 from fompi.parallel.orders import SCHEDULES, alive, order, times
 from fompi.parallel.pipeline_plan import KERNELS, evaluation, plan
 from fompi.parallel.stages import SPARE

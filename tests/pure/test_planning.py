@@ -10,6 +10,7 @@ from itertools import product
 import numpy as np
 import pytest
 from catalogue import options_of, problem_of, send_to_all, specs_of
+from twin import twin
 
 import fompi
 from fompi import (
@@ -24,7 +25,6 @@ from fompi import (
 )
 from fompi.backends.numpy import Numpy
 from fompi.model.machine import Machine
-from fompi.model.twin import twin
 from fompi.ops.operations import OPERATIONS
 from fompi.planner import choose
 from fompi.planner.choose import choose_schedule

@@ -14,7 +14,7 @@ import fompi
 from fompi import Shard, Spec
 from fompi.base.errors import LayoutError
 from fompi.base.layout import Sizes
-from fompi.model.lower_bound import native_nbytes
+from fompi.model.lower_bound import library_nbytes
 from fompi.model.machine import Level, Machine
 from fompi.model.simulate import predict, representatives, simulate, symmetry
 from fompi.planner.candidates import Candidate
@@ -449,7 +449,7 @@ def test_collectives_one_after_the_other_take_the_time_of_the_link(name, moves, 
     machine = Machine("m", 0.0, 1e3, 1e15, 1e15, 1e-9, lanes=2, natives={moves: ((0.0, 1e-3),)})
     natives = [e for e in simulate(plan, machine).events if e.rank == 0 and not e.is_compute]
     seconds = [e.end - e.start - e.waited for e in natives]
-    moved = share * native_nbytes(made, 256 / 4)
+    moved = share * library_nbytes(made, 256 / 4)
     assert seconds == pytest.approx([1e-3, *[moved / 1e3] * 3])
 
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import catalogue
 import pytest
+from twin import twin
 
 import fompi
 from fompi import Shard, Spec
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import PlanError
 from fompi.model.machine import Machine
-from fompi.model.twin import twin
 from fompi.plans.plan import Chunk, Collective, Compute, Plan, Programs, Recv, Send
 from fompi.plans.staged import for_device, is_mirror, staged
 from fompi.schedules import registry

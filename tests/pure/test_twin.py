@@ -9,12 +9,12 @@ import catalogue
 import numpy as np
 import pytest
 from catalogue import RANKS, ROWS
+from twin import twin
 
 import fompi
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import PlanError
 from fompi.base.layout import FLOAT8, ITEMSIZE, Sizes, Spec
-from fompi.model.twin import twin
 from fompi.planner.candidates import Candidate
 from fompi.plans.conditions import reference
 from fompi.plans.meaning import layouts

@@ -7,13 +7,13 @@ from dataclasses import replace
 import catalogue
 import numpy as np
 import pytest
+from twin import twin
 
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import PlanError
 from fompi.base.layout import Sizes
 from fompi.model.machine import Machine
 from fompi.model.simulate import simulate
-from fompi.model.twin import twin
 from fompi.plans.plan import Plan, parse
 from fompi.plans.problems import Form, problem
 from fompi.plans.verify import verify

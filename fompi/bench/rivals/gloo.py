@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from fompi.bench.rivals.rival import Array, Rival, Sliced
+from fompi.bench.rivals.rival import Array, Sliced
 
 Work = Any
 
@@ -36,21 +37,21 @@ class Gloo:
     def close(self) -> None:
         self.distributed.destroy_process_group()
 
-    def blocking(self, operation: str, x: Array, w: Array) -> Rival:
+    def blocking(self, operation: str, x: Array, w: Array) -> Callable[[], Array]:
         """The kernel and one collective."""
         return self.slices(1, operation, x, w)
 
-    def slices(self, slices: int, operation: str, x: Array, w: Array) -> Rival:
+    def slices(self, slices: int, operation: str, x: Array, w: Array) -> Callable[[], Array]:
         """`slices` collectives with async_op=True, each while the kernel of another slice runs. Adds on arrival.
 
         A reduce-scatter is an all-to-all and a sum: gloo's own one takes longer.
         """
         sliced, tensor = Sliced(operation, self.size, x, w, slices, self._matmul), self.torch.from_numpy
         if operation == "all_gather_matmul":
-            return Rival(partial(self._gathered, sliced), _nothing)
+            return partial(self._gathered, sliced)
         if operation == "matmul_all_reduce":
             sliced.product = sliced.y_parts  # summed in place
-            return Rival(partial(self._summed, sliced), _nothing)
+            return partial(self._summed, sliced)
         adds, product = operation == "matmul_reduce_scatter", sliced.product.reshape(slices, -1, sliced.columns)
         is_in_place = slices == 1 and not adds  # what arrives is the result
         arrived = sliced.y[None] if is_in_place else np.empty_like(product)
@@ -74,7 +75,7 @@ class Gloo:
                 finish(j)
             return sliced.y
 
-        return Rival(call, _nothing)
+        return call
 
     def _gathered(self, sliced: Sliced) -> Array:
         tensor, works = self.torch.from_numpy, []
@@ -99,7 +100,3 @@ class Gloo:
         """By torch, as its users have it."""
         x, w, y = map(self.torch.from_numpy, (a, b, out))
         self.torch.mm(x, w, out=y)
-
-
-def _nothing() -> None:
-    pass

@@ -29,7 +29,7 @@ NAP_SECONDS = 2e-5
 
 
 class Requests:
-    """Requests of one rank. Receives start at once. Sends and collectives start in turn, at most `window` in flight.
+    """Requests of one rank. Receives start at once. Sends and collectives are queued, at most `window` in flight.
 
     `then` is called when a request is done. `kernel()` is a context in which a helper thread tests the requests.
     """
@@ -41,7 +41,7 @@ class Requests:
         self._testsome = request_testsome()
         self._requests: list[Any] = []
         self._thens: list[tuple[bool, Callable[[], object]]] = []  # True if the request counts for the window
-        self._queue: deque[tuple[Callable[[], Any], Callable[[], object]]] = deque()
+        self._waiting: deque[tuple[Callable[[], Any], Callable[[], object]]] = deque()
         self._in_flight = 0
         self._lock = threading.RLock()  # reentrant: `then` may send again
         self._helper = Helper(self, pause_between_polls("helper", launcher.cores_per_rank()))
@@ -52,12 +52,12 @@ class Requests:
             self._thens.append((False, then))
 
     def send(self, array: Array, dest: int, tag: int) -> None:
-        self.in_turn(lambda: self.comm.Isend(array, dest, tag))
+        self.queue(lambda: self.comm.Isend(array, dest, tag))
 
-    def in_turn(self, start: Callable[[], Any], then: Callable[[], object] = lambda: None) -> None:
+    def queue(self, start: Callable[[], Any], then: Callable[[], object] = lambda: None) -> None:
         """Queue a request. `start` makes it as soon as the window allows."""
         with self._lock:
-            self._queue.append((start, then))
+            self._waiting.append((start, then))
             self._fill()
 
     def locked(self, do: Callable[..., object], *arguments: Any) -> None:
@@ -68,7 +68,7 @@ class Requests:
     @property
     def idle(self) -> bool:
         with self._lock:  # without the lock the helper may be between a receive and its addition
-            return not self._requests and not self._queue
+            return not self._requests and not self._waiting
 
     needs_no_poll = idle
 
@@ -119,8 +119,8 @@ class Requests:
         self.comm.Free()
 
     def _fill(self) -> None:
-        while self._queue and self._in_flight < self.window:
-            start, then = self._queue.popleft()
+        while self._waiting and self._in_flight < self.window:
+            start, then = self._waiting.popleft()
             self._requests.append(start())
             self._thens.append((True, then))
             self._in_flight += 1

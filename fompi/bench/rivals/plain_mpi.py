@@ -1,25 +1,29 @@
 """The rivals on mpi4py: blocking, pairwise without overlap, and in slices. Each is as fast as we can make it.
 
-`NAME(operation, comm, x, w)` returns a `Rival`. Buffers are made once. Messages go in the permutations
-rank -> rank + d. Each slice is one kernel call on rows that are first copied next to each other. One call per shard
-would be slower, because it would pack w for every shard. Sums compute first, gathers communicate first.
+`NAME(operation, comm, x, w, held)` returns a call, until `held` closes it. Buffers are made once. Messages go in the
+permutations rank -> rank + d. Each slice is one kernel call on rows that are first copied next to each other. One call
+per shard would be slower, because it would pack w for every shard. Sums compute first, gathers communicate first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from fompi.bench.rivals.messages import Requests, Sum
-from fompi.bench.rivals.rival import Array, Rival, Sliced, of_mpi
+from fompi.bench.rivals.rival import Array, Sliced, of_mpi
+
+Call = Callable[[], Array]
 
 
-def blocking(operation: str, comm: Any, x: Array, w: Array) -> Rival:
+def blocking(operation: str, comm: Any, x: Array, w: Array, held: ExitStack) -> Call:
     """The kernel and the library's blocking collective, one after the other."""
     comm = comm.Dup()
+    held.callback(comm.Free)
     whole, gathers = Sliced(operation, comm.size, x, w, 1), operation == "all_gather_matmul"
     collective = of_mpi(comm, operation.removeprefix("matmul_").removesuffix("_matmul"))
 
@@ -32,41 +36,43 @@ def blocking(operation: str, comm: Any, x: Array, w: Array) -> Rival:
             collective(whole.product, whole.y)
         return whole.y
 
-    return Rival(call, comm.Free)
+    return call
 
 
-def native_slices(operation: str, comm: Any, x: Array, w: Array, slices: int, window: int = 2) -> Rival:
+def library_slices(
+    operation: str, comm: Any, x: Array, w: Array, held: ExitStack, slices: int, window: int = 2
+) -> Call:
     """`slices` non-blocking collectives of the library, each while the kernel of another slice runs.
 
     All-gathers run one at a time. Two at a time would share the link and delay the first slice, which all ranks need.
     """
-    sliced = _InFlight(operation, comm, x, w, slices, 1 if operation == "all_gather_matmul" else window)
+    sliced = _InFlight(operation, comm, x, w, held, slices, 1 if operation == "all_gather_matmul" else window)
     messages, dup = sliced.messages, sliced.messages.comm
 
     def exchange(j: int) -> None:
         product = sliced.product[j]
         if operation == "matmul_reduce_scatter":
-            messages.in_turn(lambda: dup.Ireduce_scatter_block(product, sliced.y[sliced.run(j)]))
+            messages.queue(lambda: dup.Ireduce_scatter_block(product, sliced.y[sliced.run(j)]))
         elif operation == "matmul_all_reduce":
-            messages.in_turn(lambda: dup.Iallreduce(product, sliced.y_slices[j]))
+            messages.queue(lambda: dup.Iallreduce(product, sliced.y_slices[j]))
         else:
             count = sliced.rows * sliced.columns
             places = [(source * slices + j) * count for source in range(sliced.size)]
             counts = [count] * sliced.size
-            messages.in_turn(lambda: dup.Ialltoallv([product, (counts, None)], [sliced.y, (counts, places)]))
+            messages.queue(lambda: dup.Ialltoallv([product, (counts, None)], [sliced.y, (counts, places)]))
 
     def fetch(j: int) -> None:
         arrived = partial(sliced.arrived, j, sliced.size)
-        messages.in_turn(lambda: dup.Iallgather(sliced.own(j), sliced.gathered[j]), arrived)
+        messages.queue(lambda: dup.Iallgather(sliced.own(j), sliced.gathered[j]), arrived)
 
     if operation == "all_gather_matmul":
-        return Rival(lambda: sliced.gather(fetch), messages.close)
-    return Rival(lambda: sliced.scatter(lambda: None, exchange), messages.close)
+        return lambda: sliced.gather(fetch)
+    return lambda: sliced.scatter(lambda: None, exchange)
 
 
-def pairwise(operation: str, comm: Any, x: Array, w: Array, slices: int = 1, window: int = 2) -> Rival:
+def pairwise(operation: str, comm: Any, x: Array, w: Array, held: ExitStack, slices: int = 1, window: int = 2) -> Call:
     """Messages in the permutations rank -> rank + d, one exchange per slice. With one slice nothing overlaps."""
-    sliced = _InFlight(operation, comm, x, w, slices, window)
+    sliced = _InFlight(operation, comm, x, w, held, slices, window)
     if operation == "all_gather_matmul":
         return _pairwise_gather(sliced)
     if operation == "matmul_all_to_all":
@@ -74,7 +80,7 @@ def pairwise(operation: str, comm: Any, x: Array, w: Array, slices: int = 1, win
     return _pairwise_sum(sliced, is_all_reduce=operation == "matmul_all_reduce")
 
 
-def _pairwise_gather(sliced: _InFlight) -> Rival:
+def _pairwise_gather(sliced: _InFlight) -> Call:
     messages, rank, size = sliced.messages, sliced.rank, sliced.size
 
     def fetch(j: int) -> None:
@@ -87,10 +93,10 @@ def _pairwise_gather(sliced: _InFlight) -> Rival:
         messages.locked(np.copyto, sliced.gathered[j, rank], own)
         messages.locked(sliced.arrived, j, 1)
 
-    return Rival(lambda: sliced.gather(fetch), messages.close)
+    return lambda: sliced.gather(fetch)
 
 
-def _pairwise_all_to_all(sliced: _InFlight) -> Rival:
+def _pairwise_all_to_all(sliced: _InFlight) -> Call:
     messages, rank, size = sliced.messages, sliced.rank, sliced.size
 
     def post_receives() -> None:
@@ -104,10 +110,10 @@ def _pairwise_all_to_all(sliced: _InFlight) -> Rival:
             messages.send(sliced.product[j, (rank + d) % size], (rank + d) % size, j)
         np.copyto(sliced.y_places[rank, j], sliced.product[j, rank])
 
-    return Rival(lambda: sliced.scatter(post_receives, send), messages.close)
+    return lambda: sliced.scatter(post_receives, send)
 
 
-def _pairwise_sum(sliced: _InFlight, is_all_reduce: bool) -> Rival:
+def _pairwise_sum(sliced: _InFlight, is_all_reduce: bool) -> Call:
     messages, rank, size, rows, slices = sliced.messages, sliced.rank, sliced.size, sliced.rows, sliced.slices
     inbox = np.empty((slices, size, rows, sliced.columns), sliced.x.dtype)
     sums: list[Sum] = []
@@ -132,15 +138,16 @@ def _pairwise_sum(sliced: _InFlight, is_all_reduce: bool) -> Rival:
             messages.send(sliced.product[j, (rank + d) % size], (rank + d) % size, j)
         messages.locked(sums[j].add, sliced.product[j, rank])
 
-    return Rival(lambda: sliced.scatter(post_receives, send_terms), messages.close)
+    return lambda: sliced.scatter(post_receives, send_terms)
 
 
 class _InFlight(Sliced):
     """An operation in slices, with requests in flight, and the two loops over slices."""
 
-    def __init__(self, operation: str, comm: Any, x: Array, w: Array, slices: int, window: int):
+    def __init__(self, operation: str, comm: Any, x: Array, w: Array, held: ExitStack, slices: int, window: int):
         super().__init__(operation, comm.Get_size(), x, w, slices)
         self.rank, self.messages = comm.Get_rank(), Requests(comm, window)
+        held.callback(self.messages.close)
         self.missing: list[int] = []
 
     def arrived(self, j: int, count: int) -> None:

@@ -1,6 +1,6 @@
-"""What a rival of the fused operations is, and how it cuts rows into slices.
+"""What the rivals of the fused operations share: the operations, and how rows are cut into slices.
 
-A rival binds a call that computes one operation on the float32 arrays of one rank:
+A rival makes a call that computes one operation on the float32 arrays of one rank:
 
     all_gather_matmul      all_gather(x) @ w
     matmul_reduce_scatter  reduce_scatter(x @ w)
@@ -14,7 +14,7 @@ j-th part of every shard. An all-reduce may use any run of rows as a slice.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -22,13 +22,6 @@ from fompi.base.errors import LayoutError
 
 Array = np.ndarray[Any, Any]
 OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all")
-
-
-class Rival(NamedTuple):
-    """A call bound to its arrays, and the function that releases what the call holds."""
-
-    call: Callable[[], Any]
-    close: Callable[[], None]
 
 
 def of_mpi(comm: Any, collective: str) -> Callable[[Array, Array], object]:

@@ -1,4 +1,4 @@
-"""Rivals in JAX on the CPU: XLA's collectives over gloo, a ring of `ppermute`, and mpi4jax."""
+"""Rivals in JAX on the CPU: XLA's collectives over gloo, and a ring of `ppermute`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from fompi.base.errors import StateError
-from fompi.bench.rivals.rival import Array, Rival
-from fompi.mpi.transport import start_mpi
+from fompi.bench.rivals.rival import Array
 
 AXIS = "ranks"
 
@@ -40,7 +39,7 @@ class Xla:
     def close(self) -> None:
         self.jax.distributed.shutdown()
 
-    def collectives(self, operation: str, x: Array, w: Array) -> Rival:
+    def collectives(self, operation: str, x: Array, w: Array) -> Callable[[], Array]:
         """XLA's collective and the product, jitted together. XLA chooses their order."""
         lax = self.jax.lax
 
@@ -55,11 +54,11 @@ class Xla:
 
         return self._bound(program, x, w)
 
-    def ring(self, operation: str, x: Array, w: Array) -> Rival:
+    def ring(self, operation: str, x: Array, w: Array) -> Callable[[], Array]:
         """A collective matmul: a `ppermute` between the products of blocks (Wang et al., ASPLOS 2023)."""
         return self._bound(_ring(self.jax, operation, self.size), x, w)
 
-    def _bound(self, program: Callable[[Any, Any], Any], x: Array, w: Array) -> Rival:
+    def _bound(self, program: Callable[[Any, Any], Any], x: Array, w: Array) -> Callable[[], Array]:
         jax = self.jax
         spec = jax.sharding.PartitionSpec(AXIS)
         # check_vma=False: the result of a psum is the same on all ranks, and still counts as one shard of each rank
@@ -77,7 +76,7 @@ class Xla:
         def call() -> Array:
             return np.asarray(jitted(*operands).addressable_data(0))  # waits for the result, without a copy
 
-        return Rival(call, lambda: None)
+        return call
 
 
 def _ring(jax: Any, operation: str, size: int) -> Callable[[Any, Any], Any]:
@@ -130,38 +129,3 @@ def _ring(jax: Any, operation: str, size: int) -> Callable[[Any, Any], Any]:
 
     programs = (all_gather_matmul, matmul_all_reduce, matmul_all_to_all)
     return {"matmul_reduce_scatter": reduce_scatter, **{p.__name__: p for p in programs}}[operation]
-
-
-class Mpi4jax:
-    """mpi4jax's collectives over MPI, jitted with the product. Raises ImportError if it is not installed."""
-
-    def __init__(self, comm: Any):
-        import jax
-        import mpi4jax
-
-        self.jax, self.mpi4jax = jax, mpi4jax
-        self.comm, self.sum = comm.Dup(), start_mpi().SUM
-
-    def close(self) -> None:
-        self.comm.Free()
-
-    def collectives(self, operation: str, x: Array, w: Array) -> Rival:
-        """A reduce-scatter is an all-to-all and a sum: mpi4jax has no reduce-scatter."""
-        size, comm = self.comm.Get_size(), self.comm
-
-        def exchanged(y: Any) -> Any:
-            return self.mpi4jax.alltoall(y.reshape(size, -1, y.shape[1]), comm=comm)
-
-        def program(x: Any, w: Any) -> Any:
-            if operation == "all_gather_matmul":
-                return self.mpi4jax.allgather(x, comm=comm).reshape(-1, x.shape[1]) @ w
-            if operation == "matmul_reduce_scatter":
-                return exchanged(x @ w).sum(0)
-            if operation == "matmul_all_reduce":
-                return self.mpi4jax.allreduce(x @ w, op=self.sum, comm=comm)
-            return exchanged(x @ w).reshape(-1, w.shape[1])
-
-        device = self.jax.local_devices()[0]
-        operands = self.jax.device_put(x, device), self.jax.device_put(w, device)
-        jitted = self.jax.jit(program)
-        return Rival(lambda: np.asarray(jitted(*operands)), lambda: None)

@@ -1,8 +1,8 @@
 """Plain TCP streams between the ranks, as fast as the link allows. Network figures are compared with them.
 
-    listener = wire.listen()
-    addresses = comm.allgather(wire.address(listener))  # anything that carries (host, port) from rank to rank
-    with wire.Wire(rank, addresses, listener) as ring:
+    listener = tcp.listen()
+    addresses = comm.allgather(tcp.address(listener))  # anything that carries (host, port) from rank to rank
+    with tcp.TcpRing(rank, addresses, listener) as ring:
         seconds = ring.exchange(8_000_000)  # to the next rank, while as much arrives from the previous one
 
 The ranks form a ring of persistent connections. This file imports the standard library only: `fompi.lab` loads it
@@ -18,13 +18,13 @@ from time import perf_counter, sleep
 from typing import Self
 
 PIECE = 1 << 18
-"""Bytes per system call: large enough to be cheap, small enough that both directions of a stream take turns."""
+"""Bytes per system call: large enough to be cheap, small enough that both directions of a stream move."""
 
 ACKNOWLEDGEMENT = b"\x06"
 
 
 def listen(host: str = "", port: int = 0) -> socket.socket:
-    """A listener for a Wire. The Wire closes it when the ring is complete."""
+    """A listener for a TcpRing, which closes it when the ring is complete."""
     return socket.create_server((host, port), backlog=1)
 
 
@@ -34,7 +34,7 @@ def address(listener: socket.socket) -> tuple[str, int]:
     return (socket.gethostname() if host == "0.0.0.0" else host), port
 
 
-class Wire:
+class TcpRing:
     """This rank's two streams: one to the next rank of the ring, one from the previous.
 
     `congestion` is the congestion control of this host's TCP. It is "" if the system has no such option.

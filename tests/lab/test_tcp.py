@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from fompi.bench.rivals import wire
+from fompi.bench.rivals import tcp
 
 pytestmark = pytest.mark.one_mpi
 
 
 def ring(size, program):
     """Run program(rank, wire) on every rank of a ring, each in a thread. Returns their results."""
-    listeners = [wire.listen("127.0.0.1") for _ in range(size)]
-    addresses = [wire.address(listener) for listener in listeners]
+    listeners = [tcp.listen("127.0.0.1") for _ in range(size)]
+    addresses = [tcp.address(listener) for listener in listeners]
 
     def run(rank):
-        with wire.Wire(rank, addresses, listeners[rank], timeout=5) as own:
+        with tcp.TcpRing(rank, addresses, listeners[rank], timeout=5) as own:
             return program(rank, own)
 
     with ThreadPoolExecutor(size) as pool:
@@ -26,7 +26,7 @@ def ring(size, program):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("nbytes", [0, 1, wire.PIECE, 3 * wire.PIECE + 5])
+@pytest.mark.parametrize("nbytes", [0, 1, tcp.PIECE, 3 * tcp.PIECE + 5])
 def test_all_ranks_at_once_several_times(size, nbytes):
     times = ring(size, lambda rank, own: [own.exchange(nbytes) for _ in range(3)])
     assert len(times) == size and all(0 < seconds < 5 for some in times for seconds in some)
