@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,8 +16,11 @@ from fompi.engine.handshake import agree
 from fompi.ops.operations import all_gather, all_reduce
 from fompi.parallel import section
 from fompi.parallel.arrays import borrow_any, call, check_place, lent, same_bits
-from fompi.parallel.buckets import MOST_NAMED, Bucket, detached
+from fompi.parallel.axes import Axes
+from fompi.parallel.buckets import MOST_NAMED, detached
+from fompi.parallel.gathers import Bucket
 from fompi.parallel.optimizers import MASTER, State
+from fompi.parallel.sums import Gradients
 
 Array = np.ndarray[Any, Any]
 Saved = dict[str, dict[str, Any]]
@@ -29,12 +32,12 @@ class Parts(Protocol):
     comm: Communicator
     zero: int
     buckets: list[Bucket]
+    gradients: list[Gradients]
     feedback: bool
     weight: float
     _states: dict[str, State]
     _index: dict[str, int]
-
-    def _others(self) -> Iterable[Communicator]: ...
+    _axes: Axes
 
 
 @section.in_section("state_dict of DataParallel")
@@ -66,7 +69,7 @@ def whole_state(dp: Parts, parameters: bool, rank0_only: bool) -> Saved:
                 values[name] = lent(array, bucket.likes[name])
     whole = {"optimizer": optimizer} | ({"parameters": values} if parameters else {})
     if dp.feedback:
-        whole["feedback"] = {name: array for bucket in dp.buckets for name, array in _all_lost(dp, bucket).items()}
+        whole["feedback"] = {name: array for of in dp.gradients for name, array in _all_lost(dp, of).items()}
     return whole if keeps else {}
 
 
@@ -81,9 +84,9 @@ def load_state(dp: Parts, state: Mapping[str, Any]) -> None:
     except Exception as error:
         refusal = error
     agree(dp.comm, f"load_state_dict of DataParallel, with{'' if values else 'out'} parameters", refusal)
-    for bucket in dp.buckets:
-        if bucket.feedback is not None:
-            bucket.feedback.lost = _own_lost(dp, bucket, lost)
+    for gradients in dp.gradients:
+        if gradients.feedback is not None:
+            gradients.feedback.lost = _own_lost(dp, gradients.bucket, lost)
     for bucket in dp.buckets:
         for name in bucket.names:
             own, elements = bucket.own(name), bucket.elements(name)
@@ -125,13 +128,12 @@ def _read(dp: Parts, state: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]
     return taken, values, lost
 
 
-def _all_lost(dp: Parts, bucket: Bucket) -> dict[str, Any]:
+def _all_lost(dp: Parts, gradients: Gradients) -> dict[str, Any]:
     """What the messages of all ranks have lost of the gradient with which they update: of the mean, or of the sum."""
-    assert bucket.feedback is not None
-    total = bucket.feedback.lost
-    for axis in (dp.comm, *dp._others()):
+    bucket, feedback = gradients.bucket, gradients.feedback
+    total = filled(bucket.size, bucket.wide, 0, bucket.master) if feedback is None else feedback.lost
+    for axis in dp._axes.shards:
         total = call(all_reduce, total, dtype=bucket.wide, comm=axis, schedule=same_bits(axis))
-    assert total is not None
     total = total * dp.weight
     found = {name: total[a:b].reshape(bucket.shapes[name]).copy() for name, (a, b) in bucket.spans.items()}
     return {name: lent(array, bucket.likes[name], bucket.wide) for name, array in found.items()}
@@ -140,7 +142,7 @@ def _all_lost(dp: Parts, bucket: Bucket) -> dict[str, Any]:
 def _own_lost(dp: Parts, bucket: Bucket, whole: Mapping[str, Array]) -> Array:
     """What one rank takes of that, and adds to its next gradient: of each part the rank that does not round it."""
     mine = filled(bucket.size, bucket.wide, 0, bucket.master)
-    if whole and all(axis.rank == 0 for axis in dp._others()):
+    if whole and all(axis.rank == 0 for axis in dp._axes.others):
         flat = np.concatenate([whole[name].reshape(-1) for name in bucket.names])
         first, last = offsets(split(bucket.size, dp.comm.size))[dp.comm.rank :][:2]
         mine[first:last] = flat[first:last] / dp.weight
