@@ -203,7 +203,7 @@ class DataParallel:
         try:
             self._gathers.need(self._index[name])
         except Exception as error:
-            self._fail(error, begun=not self._gathers.is_refused(error))
+            self._fail(error)
         assert bucket.full is not None
         a, b = bucket.spans[name]
         array = bucket.full[a:b].reshape(bucket.shapes[name])
@@ -222,7 +222,7 @@ class DataParallel:
         try:
             self._gathers.finish()
         except Exception as error:
-            self._fail(error, begun=not self._gathers.is_refused(error))
+            self._fail(error)
 
     def _end_cycle_together(self, what: str) -> None:
         """All ranks end it, or none: of a message, one end may be done before the other end fails. Collective."""
@@ -231,7 +231,7 @@ class DataParallel:
             gathers.finish()
         except Exception as error:
             if gathers.is_refused(error) or (self._left is not None and self._left.ends_late()):
-                self._fail(error, begun=not gathers.is_refused(error))  # of the step before: others are not here
+                self._fail(error)  # of the step before: others are not here
             refusal = error
             gathers.give_up((FompiError, type(error)))
         try:
@@ -336,9 +336,9 @@ class DataParallel:
         started = self._gathers.started
         try:
             with Section(f"step {self._steps} of DataParallel", told=False) as section:
-                for axis in (self._sums_comm, self._gathers_comm, *self._axes.others, *self._axes.over):
-                    section.begin(axis)
                 try:
+                    for axis in (self._sums_comm, self._gathers_comm, *self._axes.others, *self._axes.over):
+                        section.begin(axis)
                     norm = self._agreed_step(clip)
                 finally:
                     self._reset()
@@ -532,12 +532,12 @@ class DataParallel:
         self._check_open()
         self._fail(error)
 
-    def _fail(self, error: Exception, begun: bool = True, has_gathered: bool = False) -> NoReturn:
+    def _fail(self, error: Exception, has_gathered: bool = False) -> NoReturn:
         """Take part in the rest of the step, so that all ranks end it, with an error. Then raise `error`.
 
-        `begun` is False if the error came from the first gather of a cycle: then the other ranks have refused it.
         `has_gathered`: no gather of this cycle is left.
         """
+        begun = has_gathered or not self._gathers.is_refused(error)
         error = self._with_remedy(error)
         refusals = FompiError, type(error)
         with suppress(*refusals):

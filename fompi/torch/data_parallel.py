@@ -73,23 +73,18 @@ class GradientBucket(Summed):
         self.feedback = feedback_of(comm, self.dtype, lambda: np.zeros(ends[-1], np.float32))
         self.call = repeated(all_reduce, memory.nbytes, self.own, op="mean", out=self.own, comm=comm)
 
-    def listen(self, i: int, ready: Callable[[torch.Tensor], None]) -> None:
+    def listen(self, i: int, parameter: torch.nn.Parameter, ready: Callable[[torch.Tensor], None]) -> None:
         """Let autograd call `ready` when the gradient of parameter i is complete, and `add` and `added` before.
 
-        The hooks of the program change the gradient before, or p.grad after.
+        It is `parameter` from now on. The hooks of the program change the gradient before, or p.grad after.
         """
-        parameter, held = self.parameters[i], list[Any]()
+        self.leave_alone(i)
+        self.parameters[i], held = parameter, list[Any]()
         if self.is_half:
             held.append(private.before_gradient_is_added(parameter, lambda gradient: self.add(i, gradient)))
             held.append(private.when_gradient_was_added(parameter, lambda _: self.added(i)))
         held.append(parameter.register_post_accumulate_grad_hook(ready))
         self.held[i] = held
-
-    def take_over(self, i: int, parameter: torch.nn.Parameter, ready: Callable[[torch.Tensor], None]) -> None:
-        """`parameter` has taken the place of parameter i."""
-        self.leave_alone(i)
-        self.parameters[i] = parameter
-        self.listen(i, ready)
 
     def leave_alone(self, i: int) -> None:
         """Listen to parameter i no more."""
@@ -244,8 +239,8 @@ class DistributedDataParallel(Wrapper):
         self._versions: int | None = None  # of all parameters, at the last forward. None after an error: count anew
         self._is_looked_at = True  # nothing can have changed since the last backward
         for bucket in self._buckets:
-            for i in range(len(bucket.parameters)):
-                bucket.listen(i, self._hook(bucket, i))
+            for i, parameter in enumerate(bucket.parameters):
+                bucket.listen(i, parameter, self._hook(bucket, i))
 
     def forward(self, *args: Any, **options: Any) -> Any:
         if self.training:
@@ -304,7 +299,7 @@ class DistributedDataParallel(Wrapper):
         for bucket in self._buckets:
             for i, name in enumerate(bucket.names):
                 if name in replaced:
-                    bucket.take_over(i, replaced[name], self._hook(bucket, i))
+                    bucket.listen(i, replaced[name], self._hook(bucket, i))
         self._is_looked_at = True
 
     def _counted(self, output: Any) -> Any:
