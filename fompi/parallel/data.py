@@ -59,7 +59,7 @@ from fompi.parallel.buckets import (
 )
 from fompi.parallel.gathers import Bucket, Gathers, Waits
 from fompi.parallel.leaves import exact_sums
-from fompi.parallel.optimizers import SGD, AdamW, Optimizer, State
+from fompi.parallel.optimizers import SGD, AdamW, Optimizer
 from fompi.parallel.saved import load_state, whole_state
 from fompi.parallel.section import Section
 from fompi.parallel.sums import Gradients, Sums, summing
@@ -168,7 +168,6 @@ class DataParallel:
         subtrees = [()] * comm.size if self._canonical is None else self._canonical.subtrees(comm.size)
         self.buckets: list[Bucket] = []
         self.gradients: list[Gradients] = []
-        self._states: dict[str, State] = {}
         error: Exception | None = None
         try:
             listed = [*tensors.items()]
@@ -176,8 +175,7 @@ class DataParallel:
                 bucket = Bucket(dict(listed[a:b]), gathers, zero)
                 self.buckets.append(bucket)
                 self.gradients.append(Gradients(bucket, sums, zero, options.microbatches, subtrees[comm.rank]))
-                states = {name: self.optimizer.state(bucket.master[bucket.own(name)]) for name in bucket.names}
-                self._states |= states
+                bucket.states = {name: self.optimizer.state(bucket.master[bucket.own(name)]) for name in bucket.names}
             self._gathers = Gathers(gathers, self.buckets, zero, options.ahead_nbytes, self._waits)
             self._sums = Sums(self.gradients[::-1])
         except OutOfMemory as refusal:
@@ -267,7 +265,8 @@ class DataParallel:
             with np.errstate(all="ignore"):
                 array = self._fitting(gradients, name, gradient)
                 self._answered = self.forwards
-                self._used |= set() if array is None else {name}
+                if array is not None:
+                    self._used.add(name)
                 gradients.add(name, array)
                 if self.is_syncing:
                     gradients.announced(name)
@@ -420,7 +419,7 @@ class DataParallel:
             for name in bucket.names:
                 if name in used:
                     own = bucket.own(name)
-                    self.optimizer.update(bucket.master[own], total[own] * factor, self._states[name])
+                    self.optimizer.update(bucket.master[own], total[own] * factor, bucket.states[name])
             if bucket.master is not bucket.shard:
                 bucket.shard[...] = narrow(bucket.master, bucket.dtype)
 
@@ -619,7 +618,7 @@ class DataParallel:
             gradients    n    n    n/N  n/N
             optimizer    s    s/N  s/N  s/N       s: n for SGD with momentum, 2n for AdamW
         """
-        states = (value for state in self._states.values() for value in state.values())
+        states = (value for b in self.buckets for state in b.states.values() for value in state.values())
         masters = (b.master for b in self.buckets if b.master is not b.shard)
         of: dict[str, Any] = {
             "parameters": [a for b in self.buckets for a in (b.full, b.shard if self.zero == 3 else None)],

@@ -26,6 +26,7 @@ from fompi.base.layout import accumulator, in_common, offsets, split
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_gather
 from fompi.parallel.arrays import array_of, tensor_of
+from fompi.parallel.optimizers import State
 from fompi.parallel.repeated import Unbound, is_bound, repeated
 from fompi.tensors.dlpack import Tensor
 
@@ -69,6 +70,7 @@ class Bucket:
         self.master = self.shard if self.wide == self.dtype else widen(self.shard, self.dtype)
         if self.arrived is not None and self.master is self.shard:
             self.master = self.shard.copy()
+        self.states: dict[str, State] = {}  # of the optimizer
         self.is_here = self._keeps_all = zero < 3
         self.held: set[str] = set()  # not released since they arrived
         self.position = -1  # of the last gather in the cycle
