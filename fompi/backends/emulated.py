@@ -94,7 +94,7 @@ class Emulated:
 
     def bind(self, kernel: str, reads: Arrays, writes: Arrays, read_dtypes: Dtypes, write_dtypes: Dtypes) -> Kernel:
         if kernel in kernels.OF_WIRES:
-            raise DeviceError("an emulated accelerator computes corners only, so its messages cannot have a wire=")
+            raise DeviceError("an emulated accelerator computes corners only, so its messages take no wire")
         count = len(reads) - kernels.find(kernel).whole
         read_corners = [corner(a, whole=i >= count) for i, a in enumerate(reads)]
         write_corners = [corner(a, whole=kernels.find(kernel).reduces) for a in writes]

@@ -1,7 +1,7 @@
 """How a call is carried out: keywords that every operation takes. A communicator may carry them, too.
 
-    tp = comm.using(wire="int8", order="ranks")
-    fompi.all_reduce(x, comm=tp)                      # fompi.all_reduce(x, comm=comm, wire="int8", order="ranks")
+    tp = comm.using(effort="measure", order="ranks")
+    fompi.all_reduce(x, comm=tp)                      # fompi.all_reduce(x, comm=comm, effort="measure", order="ranks")
 
 A new keyword is a field here. It takes effect where the problem of a call is made (`ops.arguments.localise`). The
 docstring of `ops.operations` says what it means.
@@ -48,6 +48,13 @@ OF_CALL = frozenset(CallOptions._fields)
 OF_COMMUNICATOR = tuple(name for name in CallOptions._fields if name != "certify")
 """Those that a communicator may carry. `certify` changes what a call returns, so each call says it."""
 
+CARRIED = {**{name: getattr(DEFAULTS, name) for name in OF_COMMUNICATOR}, "feedback": False}
+"""All that a communicator may carry, with the defaults.
+
+`feedback` is read by what sums gradients in every step (`parallel.data`, `torch.data_parallel`) and keeps what its
+messages have lost. A call keeps nothing: it leaves out what is carried, and refuses it as its own keyword.
+"""
+
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -57,27 +64,27 @@ def carried(before: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str,
     Raises ArgumentError for another keyword, and DtypeError for an unknown wire.
     """
     for name in given:
-        if name not in OF_COMMUNICATOR:
-            hint = meant(name, OF_COMMUNICATOR, "; did you mean {!r}?")
-            known = ", ".join(OF_COMMUNICATOR)
+        if name not in CARRIED:
+            hint = meant(name, CARRIED, "; did you mean {!r}?")
+            known = ", ".join(CARRIED)
             raise ArgumentError(f"a communicator carries {known}, but no {name!r}{hint}")
     wire_of(given.get("wire"), "float32")
     both = {**before, **given}
-    kept = {name: both[name] for name in OF_COMMUNICATOR if name in both and both[name] != getattr(DEFAULTS, name)}
+    kept = {name: both[name] for name, default in CARRIED.items() if name in both and both[name] != default}
     return MappingProxyType(kept)
 
 
 def fitting(how: Mapping[str, Any], x: Any, op: str) -> Mapping[str, Any]:
     """What a call on `x` takes of what its communicator carries: integers and maxima travel as they are."""
-    if "wire" not in how or (how["wire"] in WIDE.get(dtype_of(x), ()) and op in ("sum", "mean")):
+    if "wire" not in how or (op in ("sum", "mean") and wire_on(how, dtype_of(x))):
         return how
     return {name: value for name, value in how.items() if name != "wire"}
 
 
-def of_carrier(carrier: Any, wire: str | None, order: Any = "any") -> tuple[str | None, Any]:
-    """The wire and the order of a wrapper: its own ones, or those that its communicator carries."""
-    how = carrier.how
-    return how.get("wire") if wire is None else wire, how.get("order", "any") if order == "any" else order
+def wire_on(how: Mapping[str, Any], dtype: str) -> str:
+    """The wire that elements of this dtype take of what their communicator carries: an empty name is none."""
+    wire = how.get("wire", "")
+    return wire if wire in WIDE.get(dtype, ()) else ""
 
 
 def dtype_of(x: Any) -> str:

@@ -178,7 +178,7 @@ def on_two_axes(comm: Communicator, dp: int) -> Iterator[dict[str, Callable[[], 
     with (
         bind(made, comm=comm, kernels=kernels, backend=Emulated(INSTANT), **_own(made, comm.rank)) as one_plan,
         Mesh(comm, pp=pp, dp=dp) as mesh,
-        DataParallel(params, optimizer=model, comm=mesh["dp"], **buckets) as model.dp,  # type: ignore[arg-type]
+        DataParallel(params, optimizer=model, comm=mesh["dp"], **buckets) as model.dp,
         Pipeline([model], comm=mesh["pp"], microbatches=MICROBATCHES, activations=SHAPE, loss=_loss) as pipe,
     ):
 

@@ -27,7 +27,7 @@ import numpy as np
 
 import fompi
 from fompi.bench import peers
-from fompi.bench.measure import DEFAULT, Bench, Call, repeated, schedules
+from fompi.bench.measure import DEFAULT, Bench, Call, repeated, schedules, with_wires
 from fompi.bench.peers import KERNEL, UNFUSED, PeerCase, cases, cases_of, kernel_of, low_end, without_fompi
 from fompi.bench.rivals.exchange import bare_exchange
 from fompi.cli.output import UsageError
@@ -93,7 +93,8 @@ def measured(bench: Bench, case: PeerCase, has_slices: bool = True, wire: str = 
     comm, monitor = bench.comm, bench.cluster.monitor
     x, w = case.operands(comm.rank, comm.size)
     reference = case.reference(comm.rank, comm.size)
-    default = partial(getattr(fompi, case.operation), x, w, comm=comm)
+    operation = partial(getattr(fompi, case.operation), x, w)
+    default = partial(operation, comm=comm)
     with ExitStack() as held:
         able = {name: how for name, how in CANDIDATES.items() if is_available(case.operation, how)}
         candidates = bench.by_schedules(held, case.operation, able, x=x, w=w)
@@ -101,7 +102,7 @@ def measured(bench: Bench, case: PeerCase, has_slices: bool = True, wire: str = 
         others: dict[str, Call] = {DEFAULT: default, **without_fompi(bench, held, case, even)}
         errors = bench.checked(candidates | others, reference)
         if wire:
-            others[wire] = partial(default, wire=wire)
+            others[wire] = partial(operation, comm=with_wires(comm, [wire])[wire])
             errors |= bench.checked({wire: others[wire]}, reference, MOST_ROUNDED)
         unfused = {name: others[name] for name in UNFUSED}
         pilot = bench.times(candidates | unfused, PILOT_ROUNDS, monitor=monitor)

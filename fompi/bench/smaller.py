@@ -23,8 +23,9 @@ import fompi
 from fompi.backends.numpy import Numpy
 from fompi.base.wires import WIRES
 from fompi.bench import strategies
-from fompi.bench.measure import Bench, Call, Calls
+from fompi.bench.measure import Bench, Call, Calls, with_wires
 from fompi.bench.strategies import Dimensions, StrategySetting
+from fompi.engine.communicator import Communicator
 from fompi.tuning.rounds import Row, median_figure
 
 PLAIN = "float32"
@@ -80,21 +81,21 @@ def _compared(bench: Bench, name: str, calls: Calls, **targets: float) -> Row:
     return replace(row, figures=[row.ratio(each, "int8", least=wanted.get(each)) for each in slower])
 
 
-def _with_wires(call: Callable[..., object]) -> Calls:
-    return {wire or PLAIN: partial(call, wire=wire) for wire in (None, *SHOWN)}
+def _with_wires(call: Callable[..., object], comm: Communicator) -> Calls:
+    return {name: partial(call, comm=carrier) for name, carrier in with_wires(comm, (None, *SHOWN)).items()}
 
 
 def _sum(bench: Bench) -> Row:
     x = np.random.default_rng(bench.comm.rank).standard_normal(QUICK_COUNT if bench.quick else COUNT, np.float32)
     targets = {PLAIN: LEAST_SUM, "bfloat16": LEAST_OVER_BFLOAT16}
-    return _compared(bench, "all_reduce 16 MiB", _with_wires(partial(fompi.all_reduce, x, comm=bench.comm)), **targets)
+    return _compared(bench, "all_reduce 16 MiB", _with_wires(partial(fompi.all_reduce, x), bench.comm), **targets)
 
 
 def _product(bench: Bench) -> Row:
     m, n = QUICK_PRODUCT if bench.quick else PRODUCT
     draw, inner = np.random.default_rng(bench.comm.rank), _inner(bench, m, n)
     x, w = (draw.standard_normal(shape, np.float32) for shape in ((m, inner), (inner, n)))
-    calls = _with_wires(partial(fompi.matmul_reduce_scatter, x, w, comm=bench.comm))
+    calls = _with_wires(partial(fompi.matmul_reduce_scatter, x, w), bench.comm)
     return _compared(bench, f"matmul_reduce_scatter {m}x{inner}x{n}", calls, **{PLAIN: LEAST_PRODUCT})
 
 
@@ -132,8 +133,8 @@ def _step(bench: Bench) -> Row:
 
 
 def _strategy(name: str, bench: Bench) -> Row:
-    setting = StrategySetting(bench, bench.comm, QUICK_DIMENSIONS if bench.quick else DIMENSIONS)
-    made = {wire or PLAIN: STRATEGIES[name](replace(setting, wire=wire)) for wire in (None, "bfloat16", "int8")}
+    sizes, comms = QUICK_DIMENSIONS if bench.quick else DIMENSIONS, with_wires(bench.comm, (None, "bfloat16", "int8"))
+    made = {wire: STRATEGIES[name](StrategySetting(bench, comm, sizes)) for wire, comm in comms.items()}
     row = _compared(bench, name, {wire: each.both_ways or each.call for wire, each in made.items()})
     for strategy in made.values():
         strategy.close()

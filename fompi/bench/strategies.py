@@ -66,7 +66,7 @@ BUCKETS, EXPERTS, CHOSEN, MICROBATCHES, MOST_SLICES = 8, 8, 2, 8, 8
 
 @dataclass(frozen=True)
 class StrategySetting:
-    """Where a strategy runs: on these ranks, at these sizes, with this wire (None: messages as they are).
+    """Where a strategy runs: on these ranks, at these sizes. Messages travel as `comm` says.
 
     With an `accelerator` arrays are zeros, and products take their time there.
     """
@@ -75,11 +75,10 @@ class StrategySetting:
     comm: Communicator
     sizes: Dimensions
     accelerator: Accelerator | None = None
-    wire: str | None = None
 
     @property
     def how(self) -> dict[str, Any]:
-        return {"comm": self.comm, "wire": self.wire}
+        return {"comm": self.comm}
 
     def drawn(self, *shape: int, seed: int | None = None) -> Any:
         """Small random numbers, where tensors are. With a `seed` all ranks have the same."""
@@ -450,7 +449,7 @@ def zero_1(s: StrategySetting) -> Strategy:
     """
     side = s.sizes.side
     weights = {f"w{i}": s.drawn(side, side, seed=i) for i in range(BUCKETS)}
-    how = {"zero": 1, "bucket_nbytes": 4 * side**2, "wire_gather": s.wire, **s.how}
+    how = {"zero": 1, "bucket_nbytes": 4 * side**2, "wire_gather": s.comm.how.get("wire"), **s.how}
     dp = DataParallel(weights, optimizer=SGD(1e-6), **how)
     x, gradient, shard = s.drawn(s.sizes.batch, side), s.drawn(side**2), s.drawn(side**2 // s.comm.size)
 

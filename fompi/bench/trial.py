@@ -103,10 +103,10 @@ def run_shape(shape: Shape, ranks: int, rounds: int, json_file: str | None, wire
         ):
             load, rows, bench = OtherLoad(cluster.comm), list[Row](), Bench(comm, cluster, rounds)
             for case in progress.each(cases_of(shape, comm.size)):
-                rows.append(fused.measured(bench, case, has_slices=False, wire=wire))
+                rows.append(fused.measured(bench, case, False, wire))
                 if comm.rank == 0 and json_file != "-":
                     progress.erase()
-                    show(*Trial.of(shape, comm.size, cluster, rows, wire=wire).news())
+                    show(*Trial.of(shape, comm.size, cluster, rows, (0.0, 0), wire).news())
             found = Trial.of(shape, comm.size, cluster, rows, load.cores(), wire)
         if comm.rank == 0:
             if json_file == "-":

@@ -246,9 +246,10 @@ class Communicator(Shared):
             fompi.all_reduce(x, comm=tp, wire=None)  # fompi.all_reduce(x, comm=comm, order="ranks")
             column_parallel_linear(x, w, comm=tp)    # all that it sends, forward and backward
 
-        The keywords are `schedule`, `slices`, `effort`, `wire` and `order` (`fompi.ops.operations`). A call leaves out
-        those that its operation does not have, and a wire that its elements do not take: integers travel as they are.
-        A default takes a keyword away: `tp.using(wire=None)`.
+        The keywords are `schedule`, `slices`, `effort`, `wire` and `order` (`fompi.ops.operations`), and `feedback` for
+        what sums gradients in every step (`fompi.parallel.data`). A call leaves out those that its operation does not
+        have, and a wire that its elements do not take: integers travel as they are. A default takes a keyword away:
+        `tp.using(wire=None)`.
 
         Not collective: ranks, memory and calls in flight are those of this communicator. All ranks must give the same
         keywords. What `split` makes carries none. Raises ArgumentError for another keyword, and DtypeError for a wire

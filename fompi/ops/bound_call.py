@@ -197,7 +197,7 @@ def _checked(
     if local.problem.is_split:
         raise PlanError(f"{name}: order={local.problem.order}: a rank has several subtrees, which are not bound")
     if call_options.certify and not local.problem.wire:
-        raise PlanError(f"fompi.{operation.name}: certify=True needs a wire=: without one, messages round nothing")
+        raise PlanError(f"fompi.{operation.name}: certify=True needs a wire: without one, messages round nothing")
     schedule, slices, *_ = call_options
     if (schedule, slices) != ("auto", None):  # if it cannot carry out this call, the others hear of it
         program_of(comm, local, "direct" if schedule == "auto" else schedule, slices)

@@ -1,9 +1,9 @@
 """`certify=True`: a result with the largest error that the roundings of its messages can have caused.
 
-    y, error = fompi.all_reduce(x, wire="int8", certify=True)          # each element of y is off by at most error
+    y, error = fompi.all_reduce(x, comm=tp, certify=True)          # each element of y is off by at most error
 
-    step = fompi.all_reduce.bind(x, wire="int8", certify=True)
-    y = step()                                                         # and then step.error
+    step = fompi.all_reduce.bind(x, comm=tp, certify=True)         # `tp` carries a wire (`Communicator.using`)
+    y = step()                                                     # and then step.error
 
 Each rank knows the scales of the blocks that it has rounded. It tells the others half a unit of each, and the proof
 says which of them are in its result (`fompi.plans.certified`). Errors of sums in float32, and of a result of a half

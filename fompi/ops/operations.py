@@ -601,7 +601,8 @@ def plan(
     """
     name = _name(operation)
     options: dict[str, Any] = {"bias": bias, "root": root, "packed": packed, "split_dim": split_dim}
-    at, sizes = from_specs(name, specs, ranks, experts=experts, counts=counts, wire=wire, order=order, **options)
+    options |= {"experts": experts, "counts": counts, "wire": wire, "order": order}
+    at, sizes = from_specs(name, specs, ranks, **options)
     made = plan_for(at(0), sizes, schedule, slices, window, at, None if machine is None else Machine.of(machine))
     if made.schedule in REGISTERED:
         verify(made)
@@ -638,9 +639,8 @@ def explain(
     overlap. Raises the same errors as `fompi.plan`.
     """
     options: dict[str, Any] = {"bias": bias, "root": root, "packed": packed, "split_dim": split_dim}
-    at, sizes = from_specs(
-        _name(operation), specs, ranks, experts=experts, counts=counts, wire=wire, order=order, **options
-    )
+    options |= {"experts": experts, "counts": counts, "wire": wire, "order": order}
+    at, sizes = from_specs(_name(operation), specs, ranks, **options)
     return explained(at(0), sizes, Machine.of(machine), at, events=MOST_EVENTS, schedules=schedules)
 
 

@@ -6,7 +6,7 @@ are widened to float32 for that, and rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import c_char
 from dataclasses import dataclass
 from functools import cache
@@ -19,9 +19,19 @@ import numpy as np
 
 from fompi.backends.half import storage
 from fompi.backends.numbers import for_numpy, narrow, place, stored
-from fompi.base.call_options import in_words
-from fompi.base.errors import DeviceError, DtypeError, PlanError, ShapeError, TensorError
+from fompi.base.call_options import CARRIED, in_words
+from fompi.base.errors import (
+    ArgumentError,
+    DeviceError,
+    DtypeError,
+    LayoutError,
+    PlanError,
+    ShapeError,
+    TensorError,
+    meant,
+)
 from fompi.base.layout import CARRIERS, HALF
+from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import begin_agreement
 from fompi.ops.messages import MOST_TAG, sendrecv
@@ -76,6 +86,21 @@ def enter(name: str, comm: Any, check: Callable[[Communicator], tuple[str, int, 
     values = agreement.values()
     section.begin(communicator)
     return communicator, result, list(values)
+
+
+def carrying(
+    name: str, comm: Any, how: Mapping[str, Any], dtypes: Iterable[str], takes: Iterable[str] = CARRIED
+) -> Communicator:
+    """`comm` with the keywords `how` of `name`, which takes these. Raises the error of one that does not fit."""
+    for key in how:
+        if key not in takes:
+            raise ArgumentError(f"{name} has no argument {key!r}{meant(key, takes, '; did you mean {!r}?')}")
+    carrier = Communicator.of(comm).using(**how)
+    for dtype in dtypes:
+        wire_of(how.get("wire"), dtype)  # one that is carried is left out where elements take none
+    if "feedback" in takes and carrier.how.get("feedback") and "wire" not in carrier.how:
+        raise LayoutError("feedback=True needs a wire: nothing is lost without one")
+    return carrier
 
 
 def admit(
@@ -276,6 +301,11 @@ def start_sum(array: Array, dtype: str, comm: Communicator) -> Pending:
     Where the result has an order of leaves, each rank has one term here.
     """
     return start(all_reduce, array, dtype=dtype, **held_alike(comm))
+
+
+def unrounded(comm: Communicator) -> Communicator:
+    """The communicator for what travels as it is: sums over the holders of a parameter."""
+    return comm.using(wire=None)
 
 
 def over_losses(comm: Communicator) -> Communicator:

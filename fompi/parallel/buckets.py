@@ -1,4 +1,4 @@
-"""Buckets of parameters: how they are cut, what lies where, and what a rank keeps of them.
+"""Buckets of parameters: how they are cut, and the options of a `DataParallel`.
 
 `buckets` finds the best cut from the bytes and the seconds of the parameters, without MPI.
 """
@@ -7,27 +7,25 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
 from fompi.backends.cuda.failures import OutOfMemory
 from fompi.backends.half import storage
-from fompi.backends.numbers import filled, narrow, place, stored, widen
-from fompi.backends.wires import Feedback, carry
+from fompi.backends.numbers import place, stored
 from fompi.base.differences import MOST_NAMED as MOST_NAMED
 from fompi.base.differences import detail
 from fompi.base.errors import DeviceError, DtypeError, LayoutError, ShapeError
-from fompi.base.layout import accumulator, in_common, integer, offsets, split
+from fompi.base.layout import accumulator, integer
 from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
 from fompi.model.flow_shop import Job, announced_units, makespan
 from fompi.model.machine import Machine
 from fompi.parallel.arrays import borrow_any, check_place
-from fompi.parallel.leaves import LeafSums
 from fompi.plans.problems import order_of
 from fompi.plans.tree import Canonical
 from fompi.tensors import dlpack
@@ -127,86 +125,6 @@ def cut_by_bytes(sizes: Sequence[int], most: int) -> tuple[int, ...]:
     return tuple(reversed(counts))
 
 
-class Bucket:
-    """Parameters of one dtype, one behind the other. This rank owns the elements `begin` to `end`.
-
-    With a `wire` its gathers carry fewer bits, so `full` has what they bring, and `master` the parameters themselves.
-    """
-
-    def __init__(
-        self, params: dict[str, Tensor], comm: Communicator, zero: int, microbatches: int = 1, wire: str | None = None
-    ):
-        self.names, self.shapes = [*params], {name: t.array.shape for name, t in params.items()}
-        self.likes = {name: without_memory(t) for name, t in params.items()}
-        self.dtype = next(iter(params.values())).dtype
-        self.wide = accumulator(self.dtype)  # the dtype of gradients and of what the optimizer updates
-        edges = offsets(t.array.size for t in params.values())
-        self.spans = dict(zip(params, pairwise(edges), strict=True))
-        self.size = edges[-1]
-        self.nbytes = self.size * storage(self.wide).itemsize  # of all its gradients
-        self.edges = offsets(split(self.size, comm.size)) if zero else [0, self.size]  # of what each rank owns
-        self.begin, self.end = self.edges[comm.rank : comm.rank + 2] if zero else (0, self.size)
-        full = np.concatenate([t.array.reshape(-1) for t in params.values()])
-        self.full: Array | None = full if zero < 3 else None
-        self.shard = full[self.begin : self.end] if zero < 3 else full[self.begin : self.end].copy()
-        self.apart = self.shard  # a copy, where a gather is bound: its input and its result share no memory
-        self.wire = wire_of(wire, self.dtype)
-        self.arrived = self.shard.copy() if self.wire and zero < 3 else None  # the shard, as the last gather brought it
-        self.master = self.shard if self.wide == self.dtype else widen(self.shard, self.dtype)
-        if self.arrived is not None and self.master is self.shard:
-            self.master = self.shard.copy()
-        self.gradient = filled(self.size, self.wide, 0, full) if zero < 2 else None  # of this rank, all elements
-        self.sum_shard = filled(self.end - self.begin, self.wide, 0, full) if zero >= 2 else None
-        self.leaves: LeafSums | None = None  # instead of `gradient`, where the sum has an order of leaves
-        self.feedback: Feedback | None = None
-        self.total: Array | None = None  # the sum of all ranks, of the elements that this rank owns
-        self.missing = dict.fromkeys(self.names, microbatches)  # how often each is still to be announced in this step
-        self.held: set[str] = set()  # not released since the bucket arrived
-        self.resident = zero < 3
-        self.position = -1  # of its last gather in the cycle
-        self.gather: Any = None  # in flight
-        self.sum: Any = None  # in flight
-        self.summing: Any = None  # the call that sums the gradients in every step (`fompi.parallel.repeated`)
-        self.gathering: Any = None  # the call that gathers the parameters, but for those that begin in `step`
-        self.first_gathering: Any = None  # of those
-
-    def terms(self) -> list[Array]:
-        """What this rank adds to the sum: its gradient, or the sum of each of its subtrees of leaves."""
-        if self.leaves is not None:
-            return self.leaves.sums()
-        return [filled(self.size, self.wide, 0, self.master) if self.gradient is None else self.gradient]
-
-    def own(self, name: str) -> slice:
-        """The part of a parameter that this rank owns: a slice of the shard."""
-        return in_common(self.spans[name], (self.begin, self.end))[1]
-
-    def elements(self, name: str) -> slice:
-        """The part of a parameter that this rank owns: a slice of the flat parameter."""
-        return in_common(self.spans[name], (self.begin, self.end))[0]
-
-    def take_what_was_written(self) -> None:
-        """Where the program has written a parameter, its copy in `master` takes the number."""
-        if self.master is self.shard or self.full is None:
-            return
-        bits, known = f"u{self.shard.itemsize}", self.arrived
-        if known is None:
-            known = narrow(self.master, self.dtype)
-        written = self.shard.view(bits) != known.view(bits)
-        if place(written) is not None or written.any():
-            np.copyto(self.master, widen(self.shard, self.dtype), where=written)
-
-    def carry(self) -> None:
-        """The parameters become what gathers would bring of them."""
-        if self.arrived is not None:
-            assert self.full is not None
-            carry(self.wire, self.full, self.dtype, self.edges)
-            self.arrived[...] = self.shard
-
-    def part_of(self, name: str, rank: int) -> slice:
-        """The part of a parameter that `rank` owns: a slice of the flat parameter."""
-        return in_common(self.spans[name], self.edges[rank : rank + 2])[0]
-
-
 def kept_nbytes(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
     """The bytes of all parameters, and of all gradients."""
     listed = [(t.array.nbytes, t.array.size * storage(accumulator(t.dtype)).itemsize) for t in tensors.values()]
@@ -231,12 +149,6 @@ SUMS_IN_FLIGHT = 4
 """A sum on its way needs its result and what is sent, and the next bucket begins before the last one has ended."""
 
 
-def without_memory(tensor: Tensor) -> Tensor:
-    """What `lent` must know of a tensor."""
-    host = None if tensor.host is None else np.empty(0)
-    return replace(tensor, array=None, owner=None, host=host)
-
-
 def detached(x: Any) -> Any:
     return x.detach() if dlpack.requires_grad(x) else x
 
@@ -254,8 +166,8 @@ def borrowed(params: Mapping[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-def holders(name: str, value: Any) -> int | Array:
-    """How many ranks hold a parameter: one number, from a communicator, or the numbers of its elements in a row."""
+def _held(name: str, value: Any) -> int | Array:
+    """How many ranks hold a parameter: one number, from a communicator, or the numbers of its elements."""
     if not hasattr(value, "__array__"):
         return Communicator.of(value).size
     try:
@@ -265,22 +177,6 @@ def holders(name: str, value: Any) -> int | Array:
     if counts.size and counts.min() < 1:
         raise LayoutError(f"replicated= says that {counts.min():g} ranks hold an element of {name!r}: at least 1 does")
     return counts
-
-
-def axes_of(over: Any) -> tuple[Communicator, ...]:
-    """One communicator or several, as a tuple; () for None."""
-    listed = () if over is None else over if isinstance(over, (tuple, list)) else (over,)
-    return tuple(map(Communicator.of, listed))
-
-
-def check_axes(axes: Sequence[Communicator]) -> None:
-    """Raise LayoutError if two axes have more ranks in common than this one."""
-    for one, other in combinations(axes, 2):
-        if len({*one.link.world_ranks} & {*other.link.world_ranks}) > 1:
-            raise LayoutError(
-                f"the axes {one.name!r} and {other.name!r} have more ranks in common than this one: comm=, replicas= "
-                "and over= must be different axes of a mesh"
-            )
 
 
 def check_clip(clip: Any) -> None:
@@ -300,72 +196,84 @@ def clip_factor(norm: Any, most: float) -> Any:
     return 1.0 if factor > 1.0 else factor
 
 
-def check_options(
-    zero: int,
-    holders: dict[str, int | Array],
-    tensors: Mapping[str, Tensor],
-    wire: str | None,
-    wire_gather: str | None,
-    feedback: bool,
-    ahead: int | None,
-    microbatches: int,
-) -> None:
-    """Raise the error of wrong options. The counts of `holders` become flat."""
-    if zero not in (0, 1, 2, 3):
-        raise LayoutError(f"zero={zero!r} must be 0, 1, 2 or 3")
-    if unknown := [name for name in holders if name not in tensors]:
-        raise LayoutError(f"replicated= names {unknown[0]!r}, which is no parameter")
-    for name, counts in holders.items():
-        if not isinstance(counts, int):
-            if counts.shape != tensors[name].array.shape:
-                raise ShapeError(
-                    f"replicated= counts holders of {name!r} in the shape {counts.shape}, but the parameter has "
-                    f"{tensors[name].array.shape}"
-                )
-            holders[name] = counts.reshape(-1)
-    if integer(microbatches) is None or microbatches < 1:
-        raise LayoutError(f"microbatches={microbatches!r} must be an integer of at least 1")
-    wires = {wire_of(wire, accumulator(t.dtype)) for t in tensors.values()}  # it raises DtypeError
-    gathers = {wire_of(wire_gather, t.dtype) for t in tensors.values()}
-    if not zero and any(gathers):
-        raise LayoutError(f"wire_gather={wire_gather!r} needs zero=1, 2 or 3: with zero=0 no parameter is gathered")
-    if feedback and not any(wires):
-        raise LayoutError("feedback=True needs a wire=: nothing is lost without one")
-    if ahead is not None and (integer(ahead) is None or ahead < 0):
-        raise LayoutError(f"ahead_nbytes={ahead!r} must be an integer of at least 0")
+@dataclass(frozen=True)
+class Options:
+    """The keywords of a `DataParallel`, with their defaults. What it means is said there."""
+
+    zero: int = 1
+    replicas: Any = None
+    bucket_nbytes: int | Buckets = 25 << 20
+    average: bool = True
+    replicated: Mapping[str, Any] | None = None
+    microbatches: int = 1
+    wire_gather: str | None = None
+    ahead_nbytes: int | None = None
+    check_for_nan: bool = False
+    over: Any = ()
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise the error of what does not fit these parameters."""
+        if self.zero not in (0, 1, 2, 3):
+            raise LayoutError(f"zero={self.zero!r} must be 0, 1, 2 or 3")
+        if integer(self.microbatches) is None or self.microbatches < 1:
+            raise LayoutError(f"microbatches={self.microbatches!r} must be an integer of at least 1")
+        if any([wire_of(self.wire_gather, t.dtype) for t in tensors.values()]) and not self.zero:
+            why = "with zero=0 no parameter is gathered"
+            raise LayoutError(f"wire_gather={self.wire_gather!r} needs zero=1, 2 or 3: {why}")
+        if self.ahead_nbytes is not None and (integer(self.ahead_nbytes) is None or self.ahead_nbytes < 0):
+            raise LayoutError(f"ahead_nbytes={self.ahead_nbytes!r} must be an integer of at least 0")
+
+    def holders(self, tensors: Mapping[str, Tensor]) -> dict[str, int | Array]:
+        """How many ranks hold each parameter of `replicated`: one number, or the numbers of its elements in a row."""
+        if not isinstance(self.replicated or {}, Mapping):
+            raise LayoutError(f"replicated={self.replicated!r} must map names to communicators, or to counts")
+        found = {name: _held(name, value) for name, value in (self.replicated or {}).items()}
+        if unknown := [name for name in found if name not in tensors]:
+            raise LayoutError(f"replicated= names {unknown[0]!r}, which is no parameter")
+        for name, counts in found.items():
+            if not isinstance(counts, int):
+                if counts.shape != tensors[name].array.shape:
+                    raise ShapeError(
+                        f"replicated= counts holders of {name!r} in the shape {counts.shape}, but the parameter has "
+                        f"{tensors[name].array.shape}"
+                    )
+                found[name] = counts.reshape(-1)
+        return found
+
+    def __str__(self) -> str:
+        """What must be the same on all ranks, but for the communicators and the cut."""
+        names = ("zero", "average", "microbatches", "wire_gather", "ahead_nbytes")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
-def check_order(
-    order: Any, tensors: Mapping[str, Tensor], size: int, zero: int, wire: str | None, replicas: Any
-) -> str:
-    """The name of the order of gradients. Raises the error of one that cannot be kept."""
-    name = order_of(order)
-    if name != "any" and wire is not None:
+def check_order(how: Mapping[str, Any], options: Options, tensors: Mapping[str, Tensor], size: int) -> Canonical | None:
+    """The leaves in whose order gradients are added, if it has some. Raises the error of one that cannot be kept."""
+    name = order_of(how.get("order", "any"))
+    if name != "any" and ("wire" in how or options.wire_gather is not None):
         raise LayoutError(f"order={name}: gradients and parameters with a wire have no order")
     if (canonical := Canonical.of(name)) is not None:
         counts = canonical.counts(size)  # it raises PlanError
-        if zero == 3 and len({*counts}) > 1:
+        if options.zero == 3 and len({*counts}) > 1:
             why = "each leaf gathers the parameters, so all ranks must have as many"
             raise LayoutError(f"order={name}, zero=3: {why}: choose a multiple of {size} leaves, or zero=2")
-        if replicas is not None:
+        if options.replicas is not None:
             raise LayoutError(f"order={name}: leaves are those of one axis, so there are no replicas=")
         if any(place(t.array) is not None for t in tensors.values()):
             raise LayoutError(f"order={name}: leaves are added on the host: parameters of a device have order='ranks'")
-    return name
+    return canonical
 
 
-def cut(tensors: Mapping[str, Tensor], most: int | Buckets) -> list[int]:
-    """How many parameters each bucket has. The parameters of a bucket have the same dtype."""
-    listed = [*tensors.values()]
+def cut(sizes: Sequence[int], dtypes: Sequence[Any], most: int | Buckets) -> list[int]:
+    """How many parameters each bucket has, from their bytes. The parameters of a bucket have the same dtype."""
     if isinstance(most, Buckets):
         counts: Sequence[int] = most.counts
-        if sum(counts) != len(listed) or min(counts, default=0) < 1:
-            raise LayoutError(f"bucket_nbytes= cuts {sum(counts)} parameters, but there are {len(listed)}")
+        if sum(counts) != len(sizes) or min(counts, default=0) < 1:
+            raise LayoutError(f"bucket_nbytes= cuts {sum(counts)} parameters, but there are {len(sizes)}")
     elif integer(most) is None or most < 1:
         raise LayoutError(f"bucket_nbytes={most!r} must be an integer of at least 1, or Buckets")
     else:
-        counts = cut_by_bytes([t.array.nbytes for t in listed], int(most))
-    changes = {i for i in range(1, len(listed)) if listed[i].dtype != listed[i - 1].dtype}
+        counts = cut_by_bytes(sizes, int(most))
+    changes = {i for i in range(1, len(sizes)) if dtypes[i] != dtypes[i - 1]}
     edges = sorted({0, *changes, *accumulate(counts)})
     return [b - a for a, b in pairwise(edges)]
 

@@ -25,7 +25,7 @@ from fompi.base.wires import wire_of
 from fompi.engine.communicator import Carrier, Communicator
 from fompi.ops.operation import communicator_of, is_compiling
 from fompi.parallel import section
-from fompi.parallel.arrays import enter, follow
+from fompi.parallel.arrays import enter, follow, unrounded
 from fompi.parallel.section import in_section
 from fompi.tensors import dlpack
 
@@ -49,7 +49,7 @@ class Differentiable:
     times. It holds the tensors themselves, and `rest` holds dy: do not change these before they are used. y may be
     changed.
 
-    A call may also have the keywords that a communicator carries (`Communicator.using`), such as `wire="int8"`: what
+    A call may also have the keywords that a communicator carries (`Communicator.using`), such as `order="ranks"`: what
     it sends has them, forward and backward. `takes`: which of "wire" and "order" it takes. A carried wire that it does
     not take is left out, an order is refused: its sums would not have it.
     """
@@ -141,7 +141,7 @@ class Differentiable:
                     raise PlanError(
                         f"{self.__name__} has no {what}: leave it out, or give it a communicator without it"
                     )
-            return "", 0, carrier.using(wire=None) if "wire" in self._left_out else carrier
+            return "", 0, unrounded(carrier) if "wire" in self._left_out else carrier
 
         group, refusal = communicator_of(comm)
         try:

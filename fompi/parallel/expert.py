@@ -40,6 +40,7 @@ from fompi.parallel.arrays import (
     give,
     memory,
     start_sum,
+    unrounded,
     zeros,
 )
 from fompi.parallel.choices import (
@@ -285,7 +286,7 @@ class LayerGradient:
         if dz is not None and layer.shared_z is not None:
             h = activate(layer.shared_z, layer.activation)
             gradients += [product(x_t, dz), product(h.T, dy)]
-        self.sums = [start_sum(g, accumulator(layer.dtype), layer.comm.using(wire=None)) for g in gradients]
+        self.sums = [start_sum(g, accumulator(layer.dtype), unrounded(layer.comm)) for g in gradients]
 
     def result(self) -> Gradients:
         layer = self.layer

@@ -41,6 +41,7 @@ from fompi.parallel.arrays import (
     over_losses,
     start,
     start_sum,
+    unrounded,
 )
 from fompi.parallel.differentiable import Differentiable, Gradients
 from fompi.plans.rows import counts_of
@@ -260,7 +261,7 @@ def _start_shared_sum(saved: Linear, d: Array) -> Any:
     """
     if saved.bias is None or saved.leaves:
         return None
-    comm = over_losses(saved.comm).using(wire=None)
+    comm = unrounded(over_losses(saved.comm))
     return start_sum(as_rows(widen(d, saved.dtype)).sum(0), accumulator(saved.dtype), comm)
 
 

@@ -42,6 +42,7 @@ from fompi.parallel.arrays import (
     over_losses,
     start,
     start_sum,
+    unrounded,
     zeros,
 )
 from fompi.parallel.differentiable import Differentiable, Gradients
@@ -211,7 +212,7 @@ def _backward(saved: Normed, given: Any) -> Gradients:
         dx = memory(group, shape, dy.dtype, dy)
         for half, pending in enumerate(sums):
             dx[moves.own(half)] = arrived(pending)
-    total = arrived(start_sum(dweight, wide, summing.using(wire=None)))
+    total = arrived(start_sum(dweight, wide, unrounded(summing)))
     return lent(dx, saved.x), give(g, saved.residual), give(total, saved.weight)
 
 

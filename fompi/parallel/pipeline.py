@@ -21,11 +21,11 @@ from fompi.backends.base import Backend
 from fompi.backends.cuda import backend_of
 from fompi.backends.numbers import for_numpy, place
 from fompi.backends.numpy import Numpy
-from fompi.base.call_options import of_carrier
+from fompi.base.call_options import wire_on
 from fompi.base.errors import DtypeError, PlanError, ShapeError, TensorError, quoted
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
-from fompi.parallel.arrays import borrow_any, lent
+from fompi.parallel.arrays import borrow_any, carrying, lent
 from fompi.parallel.buckets import detached
 from fompi.parallel.orders import SCHEDULES, Action, Both, Step, order
 from fompi.parallel.pipeline_plan import PipelineProblem, evaluation, plan
@@ -78,8 +78,8 @@ class Pipeline(PlannedStep):
     and nothing waits for them. Activations go from device to device. The `framework` "numpy" then means arrays of CuPy,
     or of the software device; "torch" and "jax" mean tensors of these on the device.
 
-    `wire` is the form in which messages carry activations and their gradients (`fompi.base.wires`). They are rounded
-    once each. A stage gets tensors of `dtype` all the same.
+    If `comm` carries a wire (`Communicator.using`, or the keyword here), messages carry activations and their gradients
+    in it. They are rounded once each. A stage gets tensors of `dtype` all the same.
 
     Collective. Raises PlanError, ShapeError, DtypeError or MismatchError on all ranks if the arguments do not fit.
     """
@@ -100,13 +100,11 @@ class Pipeline(PlannedStep):
         checked: bool = True,
         backend: Backend | None = None,
         seconds: Mapping[str, float | Sequence[float]] | None = None,
-        wire: str | None = None,
         overlap_f_b: bool = False,
         device: Any = None,
+        **how: Any,
     ):
-        carrier = Communicator.of(comm)
-        wire, _ = of_carrier(carrier, wire)
-        super().__init__(carrier.plain)
+        super().__init__(Communicator.of(comm).plain)
         self.loss, self.dtype, self.framework, self.microbatches = loss, dtype, framework, microbatches
         self.checked = checked
         refusal, text = None, "a pipeline"
@@ -122,7 +120,7 @@ class Pipeline(PlannedStep):
                 "activations": activations,
                 "dtype": dtype,
                 "seconds": seconds,
-                "wire": wire,
+                "wire": wire_on(carrying("Pipeline", comm, how, [dtype], ["wire"]).how, dtype),
             }
             if overlap_f_b:
                 schedule = order(schedule, size, microbatches, len(self.stages), overlap_f_b)

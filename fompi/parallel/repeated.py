@@ -39,10 +39,8 @@ def is_bound(nbytes: int) -> bool:
 class Unbound:
     """What a BoundCall does, by unbound calls."""
 
-    _call: Pending | Exception | None = None
-    """The last call, or the error with which this rank has refused it. None: no call, or its result was taken."""
-
-    _refused: Agreement | None = None  # of a call that was refused and is in flight
+    _call: Pending | Agreement | Exception | None = None
+    """The last call: in flight, refused by this rank, or its error at the start. None: its result was taken."""
 
     def __init__(self, operation: Operation[Any], comm: Communicator, options: dict[str, Any]):
         self._operation, self._comm, self._options = operation, comm, options
@@ -57,7 +55,7 @@ class Unbound:
         return self
 
     def refuse(self, error: Exception) -> None:
-        self._call, self._refused = error, begin_agreement(self._comm, self._operation.name, error)
+        self._call = begin_agreement(self._comm, self._operation.name, error)
         self._comm.engine.wake_helper()  # the call ends without this program
 
     def close(self) -> None:
@@ -68,13 +66,10 @@ class Unbound:
 
     def wait(self) -> Any:
         """The result of the call, which is not kept. An error is raised each time."""
-        call, refused, self._refused = self._call, self._refused, None
-        if refused is not None:
-            refused.values()  # it raises the error
+        call = self._call
         if isinstance(call, Exception):
             raise call
-        if call is None:
-            return None
-        result = call.wait()
-        self._call = None
+        if isinstance(call, Agreement):
+            return call.values()  # it raises the error
+        result, self._call = None if call is None else call.wait(), None
         return result

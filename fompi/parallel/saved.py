@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,8 +16,11 @@ from fompi.engine.handshake import agree
 from fompi.ops.operations import all_gather, all_reduce
 from fompi.parallel import section
 from fompi.parallel.arrays import borrow_any, call, check_place, lent, same_bits
-from fompi.parallel.buckets import MOST_NAMED, Bucket, detached
-from fompi.parallel.optimizers import MASTER, State
+from fompi.parallel.axes import Axes
+from fompi.parallel.buckets import MOST_NAMED, detached
+from fompi.parallel.gathers import Bucket
+from fompi.parallel.optimizers import MASTER
+from fompi.parallel.sums import Gradients
 
 Array = np.ndarray[Any, Any]
 Saved = dict[str, dict[str, Any]]
@@ -29,32 +32,35 @@ class Parts(Protocol):
     comm: Communicator
     zero: int
     buckets: list[Bucket]
+    gradients: list[Gradients]
     feedback: bool
     weight: float
-    _states: dict[str, State]
     _index: dict[str, int]
-
-    def _others(self) -> Iterable[Communicator]: ...
+    _axes: Axes
 
 
 @section.in_section("state_dict of DataParallel")
 def whole_state(dp: Parts, parameters: bool, rank0_only: bool) -> Saved:
     """The state of the optimizer, and the parameters, in the shapes of the parameters."""
-    names = [name for bucket in dp.buckets for name in bucket.names]
-    kinds = [(name, key, _is_spread(dp, name, key)) for name in names for key in _kept(dp, name)]
-    kept = "".join(detail(f"{key!r} of {name!r}", "in parts" if spread else "whole") for name, key, spread in kinds)
+    kept = "".join(
+        detail(f"{key!r} of {name!r}", "in parts" if _is_spread(bucket, name, key) else "whole")
+        for bucket in dp.buckets
+        for name in bucket.names
+        for key in _kept(bucket, name)
+    )
     agree(dp.comm, f"state_dict of DataParallel, {parameters=}, {rank0_only=}{kept}")
     section.begin(dp.comm)
     keeps, optimizer, values = not rank0_only or dp.comm.rank == 0, Saved(), dict[str, Any]()
     for bucket in dp.buckets:
         found: Saved = {name: {} for name in bucket.names}
-        for key in dict.fromkeys(key for name in bucket.names for key in _kept(dp, name)):
-            spread = [name for name in bucket.names if key in _kept(dp, name) and _is_spread(dp, name, key)]
-            for name, array in _gathered(dp, bucket, {name: _kept(dp, name)[key] for name in spread}).items():
+        all_kept = {name: _kept(bucket, name) for name in bucket.names}
+        for key in dict.fromkeys(key for kept in all_kept.values() for key in kept):
+            of_key = {name: kept[key] for name, kept in all_kept.items() if key in kept}
+            spread = {name: value for name, value in of_key.items() if _is_spread(bucket, name, key)}
+            for name, array in _gathered(dp, bucket, spread).items():
                 found[name][key] = lent(array, bucket.likes[name], str(array.dtype))
-            for name in bucket.names:
-                if name not in spread and key in _kept(dp, name):
-                    found[name][key] = _kept(dp, name)[key]
+            for name in of_key.keys() - spread.keys():
+                found[name][key] = of_key[name]
         optimizer |= found
         if parameters:
             shard = bucket.shard
@@ -66,7 +72,7 @@ def whole_state(dp: Parts, parameters: bool, rank0_only: bool) -> Saved:
                 values[name] = lent(array, bucket.likes[name])
     whole = {"optimizer": optimizer} | ({"parameters": values} if parameters else {})
     if dp.feedback:
-        whole["feedback"] = {name: array for bucket in dp.buckets for name, array in _all_lost(dp, bucket).items()}
+        whole["feedback"] = {name: array for of in dp.gradients for name, array in _all_lost(dp, of).items()}
     return whole if keeps else {}
 
 
@@ -81,9 +87,9 @@ def load_state(dp: Parts, state: Mapping[str, Any]) -> None:
     except Exception as error:
         refusal = error
     agree(dp.comm, f"load_state_dict of DataParallel, with{'' if values else 'out'} parameters", refusal)
-    for bucket in dp.buckets:
-        if bucket.feedback is not None:
-            bucket.feedback.lost = _own_lost(dp, bucket, lost)
+    for gradients in dp.gradients:
+        if gradients.feedback is not None:
+            gradients.feedback.lost = _own_lost(dp, gradients.bucket, lost)
     for bucket in dp.buckets:
         for name in bucket.names:
             own, elements = bucket.own(name), bucket.elements(name)
@@ -99,9 +105,9 @@ def load_state(dp: Parts, state: Mapping[str, Any]) -> None:
                     is_of_value = narrow(part, bucket.dtype) == bucket.shard[own]  # else the parameter says more
                     bucket.master[own] = np.where(is_of_value, part, bucket.master[own])
                 elif hasattr(value, "reshape"):
-                    dp._states[name][key][...] = part
+                    bucket.states[name][key][...] = part
                 else:
-                    dp._states[name][key] = value
+                    bucket.states[name][key] = value
         if values:
             bucket.carry()
 
@@ -112,7 +118,7 @@ def _read(dp: Parts, state: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]
         raise LayoutError("the state must be what state_dict() has returned, with the key 'optimizer'")
     _check_names("optimizer", dp, state["optimizer"])
     places = [(bucket, name) for bucket in dp.buckets for name in bucket.names]
-    taken = {name: _fitting(dp, bucket, name, state["optimizer"][name]) for bucket, name in places}
+    taken = {name: _fitting(bucket, name, state["optimizer"][name]) for bucket, name in places}
     values, lost = {}, {}
     if dp.feedback and "feedback" in state:
         _check_names("feedback", dp, state["feedback"])
@@ -125,13 +131,12 @@ def _read(dp: Parts, state: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]
     return taken, values, lost
 
 
-def _all_lost(dp: Parts, bucket: Bucket) -> dict[str, Any]:
+def _all_lost(dp: Parts, gradients: Gradients) -> dict[str, Any]:
     """What the messages of all ranks have lost of the gradient with which they update: of the mean, or of the sum."""
-    assert bucket.feedback is not None
-    total = bucket.feedback.lost
-    for axis in (dp.comm, *dp._others()):
+    bucket, feedback = gradients.bucket, gradients.feedback
+    total = filled(bucket.size, bucket.wide, 0, bucket.master) if feedback is None else feedback.lost
+    for axis in dp._axes.shards:
         total = call(all_reduce, total, dtype=bucket.wide, comm=axis, schedule=same_bits(axis))
-    assert total is not None
     total = total * dp.weight
     found = {name: total[a:b].reshape(bucket.shapes[name]).copy() for name, (a, b) in bucket.spans.items()}
     return {name: lent(array, bucket.likes[name], bucket.wide) for name, array in found.items()}
@@ -140,23 +145,22 @@ def _all_lost(dp: Parts, bucket: Bucket) -> dict[str, Any]:
 def _own_lost(dp: Parts, bucket: Bucket, whole: Mapping[str, Array]) -> Array:
     """What one rank takes of that, and adds to its next gradient: of each part the rank that does not round it."""
     mine = filled(bucket.size, bucket.wide, 0, bucket.master)
-    if whole and all(axis.rank == 0 for axis in dp._others()):
+    if whole and all(axis.rank == 0 for axis in dp._axes.others):
         flat = np.concatenate([whole[name].reshape(-1) for name in bucket.names])
         first, last = offsets(split(bucket.size, dp.comm.size))[dp.comm.rank :][:2]
         mine[first:last] = flat[first:last] / dp.weight
     return mine
 
 
-def _kept(dp: Parts, name: str) -> dict[str, Any]:
+def _kept(bucket: Bucket, name: str) -> dict[str, Any]:
     """What the optimizer keeps for the part of this rank, and its float32 copy."""
-    bucket = dp.buckets[dp._index[name]]
     master = {} if bucket.master is bucket.shard else {MASTER: bucket.master[bucket.own(name)]}
-    return dp._states[name] | master
+    return bucket.states[name] | master
 
 
-def _is_spread(dp: Parts, name: str, key: str) -> bool:
+def _is_spread(bucket: Bucket, name: str, key: str) -> bool:
     """True if the ranks have parts of this value, as they have of the parameter."""
-    value, own = _kept(dp, name)[key], dp.buckets[dp._index[name]].own(name)
+    value, own = _kept(bucket, name)[key], bucket.own(name)
     return bool(getattr(value, "shape", None) == (own.stop - own.start,))
 
 
@@ -190,9 +194,9 @@ def _check_names(what: str, dp: Parts, given: Any) -> None:
             raise LayoutError(f"the {what} in the state: {len(names)} {kind} names: {', '.join(names[:MOST_NAMED])}")
 
 
-def _fitting(dp: Parts, bucket: Bucket, name: str, given: Any) -> dict[str, Any]:
+def _fitting(bucket: Bucket, name: str, given: Any) -> dict[str, Any]:
     """What the optimizer keeps for a parameter, with whole arrays."""
-    own = _kept(dp, name)
+    own = _kept(bucket, name)
     wanted = {key for key in own if key != MASTER}
     if not isinstance(given, Mapping) or {*given} - {MASTER} != wanted:
         keys = sorted(given) if isinstance(given, Mapping) else type(given).__name__
@@ -204,7 +208,7 @@ def _fitting(dp: Parts, bucket: Bucket, name: str, given: Any) -> dict[str, Any]
     for key, value in given.items():
         if key == MASTER and MASTER not in own:
             continue  # it was saved for a half type
-        if _is_spread(dp, name, key):
+        if _is_spread(bucket, name, key):
             value = _array(value, f"{key!r} of {name!r}", bucket, name, str(own[key].dtype))
         found[key] = value
     return found

@@ -44,6 +44,7 @@ from fompi.parallel.arrays import (
     start,
     start_sum,
     transfer,
+    unrounded,
     zeros,
 )
 from fompi.parallel.attention import Rule, check_documents, check_heads
@@ -258,7 +259,7 @@ def _weight_gradients(saved: Heads, dw: Array) -> Gradients:
         ]
         for i, columns in ours:
             terms[0, i], terms[1, i] = widen(dwk[:, columns], dtype), widen(dwv[:, columns], dtype)
-        sums = arrived(start_sum(terms, accumulator(dtype), saved.comm.using(wire=None)))
+        sums = arrived(start_sum(terms, accumulator(dtype), unrounded(saved.comm)))
         dwk, dwv = dwk.copy(), dwv.copy()
         for i, columns in ours:
             dwk[:, columns], dwv[:, columns] = narrow(sums[0, i], dtype), narrow(sums[1, i], dtype)

@@ -8,7 +8,7 @@ compares the best one with the lower bound and with the best one without overlap
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple
@@ -32,7 +32,7 @@ from fompi.planner.candidates import (
 )
 from fompi.planner.estimate import estimate
 from fompi.plans.plan import Plan
-from fompi.plans.problems import Problem
+from fompi.plans.problems import Problem, without_wire
 from fompi.plans.staged import staged
 from fompi.plans.verify import flaw
 from fompi.schedules.registry import REGISTERED, roundings, shares_of, write
@@ -304,8 +304,8 @@ def explain(
     others = [judged for judged in estimated if judged.candidate not in known]
     plain = None
     if problem.wire and not for_call:
-        without = None if at is None else lambda rank: replace(at(rank), wire="")
-        plain = explain(replace(problem, wire=""), sizes, machine, without, simulated, most_ops, events=events).winner
+        without = None if at is None else lambda rank: without_wire(at(rank))
+        plain = explain(without_wire(problem), sizes, machine, without, simulated, most_ops, events=events).winner
     return Explanation(problem, sizes, machine, least, (*done, *others), refused, at, plain)
 
 

@@ -367,6 +367,16 @@ class Problem:
         return f"{self.operation}({', '.join(parts)}{', packed' * self.packed}{', over x' * self.over_x})"
 
 
+def keywords(problem: Problem) -> dict[str, Any]:
+    """The keywords of a call that say how its messages travel and its sums add."""
+    return {"wire": problem.wire or None, "order": problem.order or "any"}
+
+
+def without_wire(problem: Problem) -> Problem:
+    """The problem with messages as they are."""
+    return replace(problem, wire="")
+
+
 def on_wire(problem: Problem, name: str) -> Problem:
     """The problem with messages on this wire. Raises DtypeError if its elements, or their reduction, take none."""
     wire = wire_of(name, problem.dtype)

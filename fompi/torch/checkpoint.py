@@ -16,8 +16,8 @@ from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_reduce
 from fompi.parallel import section
 from fompi.parallel.arrays import leaves_of, same_bits
+from fompi.parallel.axes import agree_everywhere
 from fompi.parallel.buckets import clip_factor
-from fompi.parallel.data import agree_everywhere
 from fompi.parallel.leaves import exact_sums
 from fompi.parallel.section import in_section
 from fompi.torch.sharded import PartLayout, Sharded

@@ -14,6 +14,7 @@ from fompi.backends.wires import Feedback
 from fompi.base.wires import WIDE, wire_of
 from fompi.engine.communicator import Communicator
 from fompi.ops import operations
+from fompi.parallel.sums import summing
 from fompi.tensors import dlpack
 from fompi.torch import streams
 from fompi.torch.groups import communicator
@@ -80,7 +81,7 @@ def wire(name: str, *, feedback: bool = True) -> Callable[[Any, torch.distribute
         if feedback and name in WIDE.get(dtype, ()) and x.device.type == "cpu":
             keep = give_back(known, name, comm, bucket)
         start = operations.all_reduce.start
-        pending = start(x, op="mean", out=x, comm=comm, wire=name, schedule="direct", slices=1)
+        pending = start(x, op="mean", out=x, comm=summing(comm, {"wire": name}))
         return Work(f"all_reduce with the wire {name}", comm, [pending], keep, x, streams.order_of(x)).get_future()
 
     hook.__annotations__.clear()  # torch compares them with its types, and these are strings

@@ -19,30 +19,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from fompi.backends.wires import Feedback
-from fompi.base.call_options import of_carrier
+from fompi.base.call_options import in_words as keywords_in_words
 from fompi.base.errors import FompiError, LayoutError, MismatchError, PeerError, StateError, TensorError, in_words
-from fompi.base.layout import integer
-from fompi.base.wires import wire_of
+from fompi.base.layout import offsets
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import Agreement, begin_agreement
 from fompi.ops.operations import all_reduce, broadcast
-from fompi.parallel.arrays import same_bits
-from fompi.parallel.buckets import cut_by_bytes
+from fompi.parallel.arrays import carrying
+from fompi.parallel.buckets import Buckets, cut
 from fompi.parallel.repeated import repeated
+from fompi.parallel.sums import Summed, Sums, feedback_of, summing
+from fompi.plans.problems import order_of
 from fompi.tensors import dlpack
 from fompi.torch import private
-from fompi.torch.parameters import Parameters, Wrapper, copy_from_rank_0, enter
+from fompi.torch.parameters import Parameters, Wrapper, check_module, copy_from_rank_0, enter
 
 
-class GradientBucket:
+class GradientBucket(Summed):
     """Parameters of one dtype. `flat` has their gradients, and for each a number > 0 if some rank has used it.
 
     Messages have `own`, which is the same memory until the program moves p.grad (`share_memory_`). Then it is copied.
@@ -53,64 +53,40 @@ class GradientBucket:
     sum. As long as nobody else writes p.grad, the sum in float32 replaces it when the bucket leaves.
     """
 
-    sum: Any = None
-    """The mean of all ranks in flight. None: this bucket has not left."""
-
-    def __init__(
-        self,
-        names: list[str],
-        parameters: list[torch.nn.Parameter],
-        comm: Communicator,
-        wire: str | None,
-        feedback: bool,
-        used: torch.Tensor | None,
-        order: str,
-    ):
-        self.names, self.parameters = names, parameters
-        ends = list(accumulate((p.numel() for p in parameters), initial=0))
-        dtype, runs = parameters[0].dtype, list(pairwise(ends))
+    def __init__(self, parameters: dict[str, torch.nn.Parameter], comm: Communicator, used: torch.Tensor | None):
+        self.names, self.parameters = [*parameters], [*parameters.values()]
+        ends = offsets(p.numel() for p in self.parameters)
+        dtype, runs = self.parameters[0].dtype, list(pairwise(ends))
         self.dtype = str(dtype).removeprefix("torch.")
         count = ends[-1] + (len(parameters) if used is None else 0)
-        memory = np.zeros(count * parameters[0].element_size(), np.uint8)  # torch frees nothing of it
+        memory = np.zeros(count * self.parameters[0].element_size(), np.uint8)  # torch frees nothing of it
         self.flat, self.own = (torch.from_numpy(memory).view(dtype) for _ in range(2))
         self.used = self.flat[ends[-1] :] if used is None else used
         self.parts = [slice(a, b) for a, b in runs]
-        self.views = [self.flat[a:b].view_as(p) for p, (a, b) in zip(parameters, runs, strict=True)]
+        self.views = [self.flat[a:b].view_as(p) for p, (a, b) in zip(self.parameters, runs, strict=True)]
         self.is_half = dtype in (torch.bfloat16, torch.float16)
         wide = torch.zeros(ends[-1] if self.is_half else 0)
-        self.wide = [wide[a:b].view_as(p) for p, (a, b) in zip(parameters, runs, strict=True)] if self.is_half else []
+        self.wide = [wide[a:b].view_as(v) for v, (a, b) in zip(self.views, runs, strict=True)] if self.is_half else []
         self.held: dict[int, list[Any]] = {}  # what the hooks on a parameter need, and its handles
         self.seen: dict[int, tuple[int, int]] = {}  # p.grad that has the sum of `wide`: its address and version
         self.missing = set(range(len(parameters)))  # no gradient in this backward yet
-        how: dict[str, Any] = {"op": "mean", "schedule": same_bits(comm)}  # it rounds a half type once
-        if order != "any":
-            how = {"op": "mean", "order": order}
-        self.feedback: Feedback | None = None
-        if wire := wire_of(wire, self.dtype):
-            how |= {"wire": wire, "schedule": "direct", "slices": 1}
-            if feedback:
-                self.feedback = Feedback(wire, comm.size, comm.rank, np.zeros(ends[-1], np.float32))
-        self.mean = repeated(all_reduce, memory.nbytes, self.own, out=self.own, comm=comm, **how)
+        self.feedback = feedback_of(comm, self.dtype, lambda: np.zeros(ends[-1], np.float32))
+        self.call = repeated(all_reduce, memory.nbytes, self.own, op="mean", out=self.own, comm=comm)
 
-    def listen(self, i: int, ready: Callable[[torch.Tensor], None]) -> None:
+    def listen(self, i: int, parameter: torch.nn.Parameter, ready: Callable[[torch.Tensor], None]) -> None:
         """Let autograd call `ready` when the gradient of parameter i is complete, and `add` and `added` before.
 
-        The hooks of the program change the gradient before, or p.grad after.
+        It is `parameter` from now on. The hooks of the program change the gradient before, or p.grad after.
         """
-        parameter, held = self.parameters[i], list[Any]()
+        self.leave_alone(i)
+        self.parameters[i], held = parameter, list[Any]()
         if self.is_half:
             held.append(private.before_gradient_is_added(parameter, lambda gradient: self.add(i, gradient)))
             held.append(private.when_gradient_was_added(parameter, lambda _: self.added(i)))
         held.append(parameter.register_post_accumulate_grad_hook(ready))
         self.held[i] = held
 
-    def take_over(self, i: int, parameter: torch.nn.Parameter, ready: Callable[[torch.Tensor], None]) -> None:
-        """`parameter` has taken the place of parameter i."""
-        self.forget(i)
-        self.parameters[i] = parameter
-        self.listen(i, ready)
-
-    def forget(self, i: int) -> None:
+    def leave_alone(self, i: int) -> None:
         """Listen to parameter i no more."""
         for held in self.held.pop(i, []):
             if hasattr(held, "remove"):
@@ -151,16 +127,17 @@ class GradientBucket:
     def has_moved(self) -> bool:
         return self.flat.data_ptr() != self.own.data_ptr()
 
-    def give_back(self) -> None:
-        """Add what messages of earlier steps have lost."""
+    def terms(self) -> torch.Tensor:
+        for i in self.missing:  # not in this backward; it may have a gradient of an earlier one
+            self.take(i)
         if self.has_moved:
             self.own.copy_(self.flat)
         if self.feedback is not None:
             self.feedback.give_back(dlpack.borrow(self.own).array, self.dtype)
+        return self.own
 
     def settle(self) -> None:
-        """Wait for the sum. The gradients become the mean. A parameter that no rank has used keeps none."""
-        self.sum.wait()
+        """The gradients become the mean, which is here. A parameter that no rank has used keeps none."""
         dlpack.mark_written(self.flat)
         if self.has_moved:
             self.flat.copy_(self.own)
@@ -171,32 +148,16 @@ class GradientBucket:
             if is_used:
                 parameter.grad = view.detach()
 
-    def reset(self) -> None:
-        if self.feedback is not None:
-            self.feedback.forget()
-        if self.sum is not None:
+    def forget(self) -> None:
+        if self.has_left:
             self.seen.clear()
-        self.missing, self.sum = set(range(len(self.parameters))), None
+        self.missing = set(range(len(self.parameters)))
+        super().forget()
 
 
 def _written(tensor: torch.Tensor) -> tuple[int, int]:
     """Where the tensor is, and how often it was written."""
     return tensor.data_ptr(), tensor._version
-
-
-def _refusal(module: torch.nn.Module, wire: str | None, feedback: bool, order: str) -> Exception | None:
-    """Why these options are wrong, for the parameters that are trained. Whether it is a module is looked at later."""
-    if not isinstance(module, torch.nn.Module):
-        return None
-    try:
-        dtypes = {str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.requires_grad}
-        if not any([wire_of(wire, dtype) for dtype in dtypes]) and feedback:
-            return LayoutError("feedback=True needs a wire=: nothing is lost without one")
-        if order not in ("any", "ranks") or (order == "ranks" and wire is not None):
-            return LayoutError(f"order={order} must be 'any', or 'ranks' without a wire; leaves: ZeroDataParallel")
-    except FompiError as error:
-        return error
-    return None
 
 
 class DistributedDataParallel(Wrapper):
@@ -207,9 +168,10 @@ class DistributedDataParallel(Wrapper):
     ranks. Creating one is collective; it copies the parameters and buffers of rank 0 to all ranks.
 
     bucket_nbytes: the most bytes of a bucket of gradients. broadcast_buffers: each forward in training mode copies the
-    buffers of rank 0, such as the statistics of a batch norm. wire: what gradients travel in ("bfloat16", "int8", ...:
-    `fompi.base.wires`). feedback: what messages of this rank have lost is added to its next gradients. order="ranks":
-    the gradients of the ranks are added in a tree (`fompi.plans.tree`).
+    buffers of rank 0, such as the statistics of a batch norm. Gradients are summed as `comm` says
+    (`Communicator.using`), or a keyword here of the same name: wire is what they travel in ("bfloat16", "int8", ...:
+    `fompi.base.wires`); with feedback, what messages of this rank have lost is added to its next gradients;
+    order="ranks" adds those of the ranks in a tree (`fompi.plans.tree`).
 
     A parameter that some rank does not use in a backward has a zero gradient there. One that no rank uses keeps
     `grad=None`. The same parameters need not be used in every step, and nobody announces them. Gradients of half
@@ -233,40 +195,41 @@ class DistributedDataParallel(Wrapper):
         module: torch.nn.Module,
         comm: Any = None,
         *,
-        bucket_nbytes: int = 25 << 20,
+        bucket_nbytes: int | Buckets = 25 << 20,
         broadcast_buffers: bool = True,
-        wire: str | None = None,
-        feedback: bool = False,
-        order: str = "any",
+        **how: Any,
     ):
         super().__init__()
         self.module, self.broadcast_buffers = module, broadcast_buffers
-        carrier = Communicator.of(comm)
-        wire, order = of_carrier(carrier, wire, order)
-        group = carrier.plain
-        refusal = _refusal(module, wire, feedback, order)
-        if integer(bucket_nbytes) is None or bucket_nbytes < 1:
-            refusal = LayoutError(f"bucket_nbytes={bucket_nbytes!r} must be an integer of at least 1")
-        words = f"DistributedDataParallel({bucket_nbytes=}, {broadcast_buffers=}"
-        words += "" if wire is None else f", {wire=}, feedback={bool(feedback)}"
-        words += "" if order == "any" else f", {order=!s}"
+        group, refusal, counts = Communicator.of(comm).plain, None, list[int]()
+        try:
+            check_module(module)
+            self._known = Parameters(module)
+            parameters = self._known.named.values()
+            dtypes = [str(p.dtype).removeprefix("torch.") for p in parameters]
+            how = dict(carrying("DistributedDataParallel", comm, how, dtypes).how)
+            counts = cut([p.numel() * p.element_size() for p in parameters], dtypes, bucket_nbytes)
+            order = order_of(how.get("order", "any"))
+            if order not in ("any", "ranks") or (order == "ranks" and "wire" in how):
+                why = "must be 'any', or 'ranks' without a wire; leaves: ZeroDataParallel"
+                raise LayoutError(f"order={order} {why}")
+        except Exception as error:
+            refusal = error
+        words = f"DistributedDataParallel({bucket_nbytes=}, {broadcast_buffers=}{keywords_in_words(how)}"
         enter(module, group, words, refusal)
         self.comm = group.split(0, group.rank, f"{group.name}/gradients")  # its calls have an order of their own
         copy_from_rank_0([*module.parameters(), *module.buffers()], self.comm)
-        self._known = Parameters(module)
-        names, parameters = [*self._known.named], [*self._known.named.values()]
-        counts = cut_by_bytes([p.numel() * p.element_size() for p in parameters], bucket_nbytes)
-        changes = {i for i in range(1, len(parameters)) if parameters[i].dtype != parameters[i - 1].dtype}
-        edges = sorted({0, *changes, *accumulate(counts)})
-        used = None if wire is None else torch.zeros(len(names), dtype=torch.uint8)
-        self._used = None if used is None else all_reduce.bind(used, op="max", out=used, comm=self.comm)
+        named = [*self._known.named.items()]
+        flags = torch.zeros(len(named), dtype=torch.uint8) if "wire" in how else None
+        summed = summing(self.comm, how)
         self._buckets = [
-            GradientBucket(
-                names[a:b], parameters[a:b], self.comm, wire, feedback, None if used is None else used[a:b], order
-            )
-            for a, b in reversed([*pairwise(edges)])
-        ]  # in the order in which they leave
-        self._left, self._used_left = 0, False  # this many have left
+            GradientBucket(dict(named[a:b]), summed, None if flags is None else flags[a:b])
+            for a, b in reversed([*pairwise(offsets(counts))])
+        ]
+        self._sums = Sums([*self._buckets])
+        if flags is not None:  # they leave last, at the end of a backward
+            used = all_reduce.bind(flags, op="max", out=flags, comm=self.comm)
+            self._sums = Sums([*self._buckets, Summed(used, flags, missing=["the end"])])
         self._is_syncing = True
         self._agreement: Agreement | None = None  # on which backward this is, while there is one
         self._step = self._backward = 0  # the step, and the backward passes in it that have summed
@@ -276,8 +239,8 @@ class DistributedDataParallel(Wrapper):
         self._versions: int | None = None  # of all parameters, at the last forward. None after an error: count anew
         self._is_looked_at = True  # nothing can have changed since the last backward
         for bucket in self._buckets:
-            for i in range(len(bucket.parameters)):
-                bucket.listen(i, self._hook(bucket, i))
+            for i, parameter in enumerate(bucket.parameters):
+                bucket.listen(i, parameter, self._hook(bucket, i))
 
     def forward(self, *args: Any, **options: Any) -> Any:
         if self.training:
@@ -313,10 +276,9 @@ class DistributedDataParallel(Wrapper):
         self._is_syncing = False
         for bucket in self._buckets:
             for i in [*bucket.held]:
-                bucket.forget(i)
-            bucket.mean.close()
-        if self._used is not None:
-            self._used.close()
+                bucket.leave_alone(i)
+        for summed in self._sums.summed:
+            summed.call.close()
         self.comm.close()
 
     def _look(self) -> None:
@@ -337,7 +299,7 @@ class DistributedDataParallel(Wrapper):
         for bucket in self._buckets:
             for i, name in enumerate(bucket.names):
                 if name in replaced:
-                    bucket.take_over(i, replaced[name], self._hook(bucket, i))
+                    bucket.listen(i, replaced[name], self._hook(bucket, i))
         self._is_looked_at = True
 
     def _counted(self, output: Any) -> Any:
@@ -370,15 +332,15 @@ class DistributedDataParallel(Wrapper):
                     raise TensorError(
                         f"the gradient of {bucket.names[i]!r} is sparse: make its embedding with sparse=False"
                     )
-                if bucket.sum is not None:
+                if bucket.has_left:
                     raise StateError(
                         f"the gradient of {bucket.names[i]!r} changed after its bucket had left: use "
                         "torch.utils.checkpoint with use_reentrant=False, or no_sync()"
                     )
                 bucket.take(i)
                 bucket.missing.discard(i)
-                while self._left < len(self._buckets) and not self._buckets[self._left].missing:
-                    self._leave()
+                while self._sums.next_is_complete:
+                    self._sums.leave()
             except BaseException as error:
                 self._end_by(error)
                 raise
@@ -392,27 +354,15 @@ class DistributedDataParallel(Wrapper):
         words += f", through {max(self._reached, default=self._forward)[-1]}"
         self._agreement = begin_agreement(self.comm, words, refusal)
 
-    def _leave(self) -> None:
-        """Start the sum of the next bucket."""
-        bucket = self._buckets[self._left]
-        for i in bucket.missing:  # not in this backward; it may have a gradient of an earlier one
-            bucket.take(i)
-        bucket.give_back()
-        self._left, bucket.sum = self._left + 1, bucket.mean  # after an error, too, this rank has taken part in it
-        bucket.mean.start(x=bucket.own)
-
     def _finish(self) -> None:
         """The end of a backward: the other buckets leave, and all sums arrive."""
         assert self._agreement is not None
         try:
-            while self._left < len(self._buckets):
-                self._leave()
-            if self._used is not None:
-                self._used_left = True
-                self._used.start()
+            while self._sums.rest:
+                self._sums.leave()
             self._agreement.values()
-            if self._used is not None:
-                self._used.wait()
+            for summed in self._sums.summed:
+                summed.call.wait()
             for bucket in self._buckets:
                 bucket.settle()
         except BaseException as error:
@@ -422,32 +372,23 @@ class DistributedDataParallel(Wrapper):
 
     def _reset(self) -> None:
         """Be ready for the next backward."""
-        for bucket in self._buckets:
-            bucket.reset()
-        self._left, self._agreement, self._is_looked_at = 0, None, False
-        self._used_left = False
+        self._sums.forget()
+        self._agreement, self._is_looked_at = None, False
         self._reached.clear()
 
     def _end_by(self, error: BaseException) -> None:
         """Refuse the sums of this backward that have not left, so that all ranks end it with an error."""
         refusal = error if isinstance(error, Exception) else PeerError(in_words(error), self.comm.rank)
-        is_right = self._left == len(self._buckets) and self._used_left == (self._used is not None)
-        is_right = is_right and not isinstance(error, MismatchError)  # that one is on all ranks
+        is_right = not self._sums.rest and not isinstance(error, MismatchError)  # that one is on all ranks
         with suppress(FompiError, type(refusal)):
             if self._agreement is None:
                 self._begin(refusal)
             if self._agreement is not None:
                 self._agreement.values()
-        for bucket in self._buckets[self._left :]:
-            bucket.sum = bucket.mean
-            with suppress(FompiError):
-                bucket.mean.refuse(refusal)
-        if self._used is not None and not self._used_left:
-            with suppress(FompiError):
-                self._used.refuse(refusal)
-        for call in [*(bucket.sum for bucket in self._buckets), *([self._used] if self._used else [])]:
+        self._sums.refuse(refusal)
+        for summed in self._sums.summed:
             try:
-                call.wait()
+                summed.call.wait()
             except (FompiError, type(refusal)):
                 is_right = False
         if not is_right:  # all ranks have an error, and count steps anew

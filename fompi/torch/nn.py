@@ -13,7 +13,7 @@ sum over its holders.
 
 What a module sends has the keywords that its communicator carries (`Communicator.using`), or that the module is given:
 
-    up = fompi.torch.nn.ColumnParallelLinear(256, 1024, comm=tp, wire="int8")     # comm=tp.using(wire="int8")
+    up = fompi.torch.nn.ColumnParallelLinear(256, 1024, comm=tp, order="ranks")     # comm=tp.using(order="ranks")
 
 `wire` is the form in which messages carry elements (`fompi.base.wires`); sums over the holders of a parameter travel as
 they are. `order` is that of the sums of linear layers, embeddings and norms: "ranks", or `fompi.Canonical(k)`, with the

@@ -118,7 +118,7 @@ def enter(module: torch.nn.Module, comm: Communicator, text: str, refusal: Excep
     """All ranks wrap the same module with the same options, or all raise."""
     words = ""
     try:
-        _check(module)
+        check_module(module)
         words = forms(module)
     except Exception as error:
         refusal = refusal or error
@@ -136,7 +136,8 @@ def forms(module: torch.nn.Module, ignored: Collection[str] = ()) -> str:
     return words
 
 
-def _check(module: torch.nn.Module) -> None:
+def check_module(module: torch.nn.Module) -> None:
+    """Raise the error of what cannot be wrapped."""
     if not isinstance(module, torch.nn.Module):
         raise TensorError(f"module={module!r} must be a torch.nn.Module")
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):

@@ -13,14 +13,13 @@ from torch.nn import init
 
 from fompi.base.call_options import OF_COMMUNICATOR, in_words
 from fompi.base.differences import detail
-from fompi.base.errors import ArgumentError, DtypeError, LayoutError, PlanError, ShapeError, TensorError, meant, quoted
+from fompi.base.errors import DtypeError, LayoutError, PlanError, ShapeError, TensorError, quoted
 from fompi.base.layout import integer, offsets
-from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import digest
 from fompi.ops.operations import all_gather
 from fompi.parallel.activations import ACTIVATIONS
-from fompi.parallel.arrays import FLOATS, enter
+from fompi.parallel.arrays import FLOATS, carrying, enter
 
 
 @dataclass(frozen=True)
@@ -137,10 +136,6 @@ def enter_module(
     """
 
     def agreed(comm: Communicator) -> tuple[str, int, Communicator]:
-        known = [*sizes, *options, *OF_COMMUNICATOR]
-        for key in how:
-            if key not in OF_COMMUNICATOR:
-                raise ArgumentError(f"{name} has no argument {key!r}{meant(key, known, '; did you mean {!r}?')}")
         for key, n in sizes.items():
             if not is_positive(n):
                 raise LayoutError(f"{key}={n!r} must be an integer > 0")
@@ -149,8 +144,7 @@ def enter_module(
             raise DtypeError(f"dtype={empty.dtype} must be one of {', '.join(FLOATS)}")
         if empty.device.type not in ("cpu", "cuda", "meta"):
             raise TensorError(f"device={empty.device} must be the CPU or a GPU of CUDA")
-        wire_of(how.get("wire"), dtype)
-        carrier = comm.using(**how)
+        carrier = carrying(name, comm, how, [dtype], [*sizes, *options, *OF_COMMUNICATOR])
         check(carrier)
         words = ", ".join(f"{key}={value!r}" for key, value in (sizes | options).items()) + in_words(carrier.how)
         if empty.device.type != "meta":

@@ -44,7 +44,7 @@ from fompi.planner.candidates import UNFUSED, Candidate, candidates_without_mach
 from fompi.planner.choose import decode_rows, encode_rows
 from fompi.planner.explain import Explanation, explain
 from fompi.plans.plan import MOST_MESSAGES
-from fompi.plans.problems import Problem
+from fompi.plans.problems import Problem, keywords
 from fompi.plans.verify import flaw
 from fompi.schedules.registry import REGISTERED, fingerprint, is_available, messages_per_peer, shares_of, write
 from fompi.tuning.rounds import seconds_of, text_of_rank_0
@@ -85,8 +85,7 @@ def measured_schedule(
     trial = replace(arguments, out=None, key=None) if local.in_place else arguments  # x is needed again
 
     def time_call(candidate: Candidate) -> float:
-        wire, order = problem.wire or None, problem.order or "any"
-        options = CallOptions(candidate.schedule, candidate.slices, wire=wire, order=order)
+        options = CallOptions(candidate.schedule, candidate.slices, **keywords(problem))
         return seconds_of(lambda: operation.begin(trial, comm, options).wait())
 
     def is_usable(candidate: Candidate) -> bool:

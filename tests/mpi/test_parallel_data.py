@@ -559,7 +559,7 @@ def test_micro_batches(world):
     params = {"p": np.zeros(3), "q": np.zeros(3)}
     how = {"optimizer": SGD(1.0), "comm": world, "bucket_nbytes": Buckets((1, 1)), "microbatches": 2}
     with DataParallel(params, **how) as dp:
-        left = lambda: [b.sum is not None or b.total is not None for b in dp.buckets]  # noqa: E731
+        left = lambda: [g.has_left for g in dp.gradients]  # noqa: E731
         for step in range(2):
             with dp.no_sync():
                 dp.ready("q", np.ones(3))
@@ -597,7 +597,7 @@ def test_buckets_leave_during_the_backward(world):
     """A bucket leaves when all of it is announced and those behind it have left; gathers run one bucket ahead."""
     params = {f"p{i}": np.zeros(4) for i in range(4)}
     with DataParallel(params, optimizer=SGD(0.1), comm=world, zero=1, bucket_nbytes=Buckets((1, 1, 1, 1))) as dp:
-        sums = lambda: [b.sum is not None or b.total is not None for b in dp.buckets]  # noqa: E731
+        sums = lambda: [g.has_left for g in dp.gradients]  # noqa: E731
         dp.ready("p2", np.ones(4))
         assert sums() == [False] * 4, "p3 has not left"
         dp.ready("p3", np.ones(4))
@@ -606,7 +606,7 @@ def test_buckets_leave_during_the_backward(world):
         dp.ready("p0", np.ones(4))
         assert sums() == [True] * 4
         dp.step()
-        gathers = lambda: [b.gather is not None or b.resident for b in dp.buckets]  # noqa: E731
+        gathers = lambda: [b.in_flight is not None or b.is_here for b in dp.buckets]  # noqa: E731
         assert gathers() == [True, True, True, False], "two buckets ahead"
         dp["p0"]
         assert gathers() == [True, True, True, False]

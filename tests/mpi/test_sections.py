@@ -216,12 +216,12 @@ def of_wrappers(path, name):
 
     Nor what waits for parameters: an error there is one of the next step, for which the rank waits.
     """
-    files = ("data_parallel.py", "zero.py", "data.py", "buckets.py", "arrays.py", "optimizers.py")
-    doors = "forward _look refuse_copy step wait ready __getitem__ _finish _finish_cycle _end_cycle _check_open"
-    failed = "_restart _is_refused _promise _keep_promises"
-    ends = "agree_everywhere _first_sum _gather_until _settle _bucket_of _reset reset _others axes_of check_clip"
-    waits = "_arrive _gather_ahead _last_ahead _wait array_of tensor_of"
-    outside = *doors.split(), *ends.split(), *failed.split(), *waits.split(), "_optimizer_in_words", "<listcomp>"
+    files = ("data_parallel.py", "zero.py", "data.py", "buckets.py", "sums.py", "arrays.py", "optimizers.py")
+    doors = "forward _look refuse_copy step wait ready __getitem__ _finish _end_cycle _agree_on_step _check_open"
+    failed = "_restart _promise _keep_promises _refuse_step refuse rest"
+    ends = "_bucket_of _reset forget check_clip"
+    waits = "array_of tensor_of"
+    outside = *doors.split(), *ends.split(), *failed.split(), *waits.split(), "_compared", "<listcomp>"
     return path.name in files and name not in outside
 
 

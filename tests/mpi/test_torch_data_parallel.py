@@ -384,7 +384,7 @@ def test_wrong_modules(world):
         DistributedDataParallel(made(), world, bucket_nbytes=0)
     with pytest.raises(fompi.DtypeError, match="float64 is sent as it is"):
         DistributedDataParallel(made(), world, wire="int8")
-    with pytest.raises(fompi.LayoutError, match="needs a wire="):
+    with pytest.raises(fompi.LayoutError, match="needs a wire"):
         DistributedDataParallel(made(), world, feedback=True)
     if world.size > 1:
         with pytest.raises(fompi.MismatchError, match="wire='int"):

@@ -11,7 +11,7 @@ import torch
 from strategies import drawn, refused, same_bits
 
 import fompi
-from fompi.base.errors import ArgumentError, MismatchError, PlanError
+from fompi.base.errors import ArgumentError, LayoutError, MismatchError, PlanError
 from fompi.parallel.data import SGD, DataParallel
 from fompi.parallel.expert import experts_of, moe
 from fompi.parallel.pipeline import Pipeline
@@ -24,6 +24,7 @@ from fompi.parallel.tensor import (
     row_parallel_linear,
     vocab_parallel_cross_entropy,
 )
+from fompi.torch import DistributedDataParallel
 from fompi.torch.nn import ColumnParallelLinear, full_state_dict
 
 pytestmark = pytest.mark.ranks(mpich=[2, 3], openmpi=[2])
@@ -169,15 +170,38 @@ def test_modules(world, tp):
 
 
 def test_wrappers(world, tp):
-    def trained(comm, **how):
-        weights = {"w": numbers(40, seed=1)}
+    def trained(comm, dtype=np.float32, **how):
+        weights = {"w": numbers(40, seed=1).astype(dtype)}
         with DataParallel(weights, optimizer=SGD(0.1), comm=comm, zero=1, **how) as dp:
-            dp.ready("w", numbers(40, seed=world.rank))
-            dp.step()
+            for _ in range(3):
+                dp.ready("w", numbers(40, seed=world.rank).astype(dtype))
+                dp.step()
             return [np.array(dp["w"])]
 
     right = trained(world, wire="int8")
     assert same_bits(trained(tp), right) and not same_bits(trained(world), right)
+    given_back = trained(tp.using(feedback=True))
+    assert same_bits(given_back, trained(tp, feedback=True)) and not same_bits(given_back, right)
+    np.testing.assert_allclose(trained(tp, np.float64), trained(world, np.float64), rtol=1e-14)  # it takes no wire
+    x = numbers(9)
+    assert same_bits([fompi.all_reduce(x, comm=tp.using(feedback=True))], [fompi.all_reduce(x, comm=tp)])
+    refused(world, None, ArgumentError, lambda: fompi.all_reduce(x, comm=tp, feedback=True), "no argument 'feedback'")
+    refused(world, None, ArgumentError, lambda: trained(tp, zerp=1), "no argument 'zerp'; did you mean 'zero'")
+    refused(world, None, LayoutError, lambda: trained(world, feedback=True), "feedback=True needs a wire")
+
+    def averaged(comm, **how):
+        torch.manual_seed(1)
+        module = torch.nn.Linear(12, 3)
+        model = DistributedDataParallel(module, comm, **how)
+        model(torch.from_numpy(numbers(4, 12, seed=world.rank))).square().sum().backward()
+        model(torch.from_numpy(numbers(4, 12, seed=world.rank))).sum().backward()
+        model.close()
+        return [module.weight.grad.numpy()]
+
+    assert same_bits(averaged(tp.using(feedback=True)), averaged(world, wire="int8", feedback=True))
+    assert not same_bits(averaged(tp), averaged(world))
+    ranks = world.using(order="ranks")
+    assert same_bits(averaged(ranks), averaged(world, order="ranks"))
 
     def ran(comm, **how):
         class Stage:
@@ -194,3 +218,4 @@ def test_wrappers(world, tp):
             return pipe.step(x if world.rank == 0 else None, [None] * 2 if last else None)
 
     assert ran(tp) == ran(world, wire="int8")
+    refused(world, None, ArgumentError, lambda: ran(world, effort="plan"), "Pipeline has no argument 'effort'")

@@ -144,7 +144,7 @@ def test_a_bound_call_is_certified_again_and_again(own):
 
 CERTIFIED = [
     ({"schedule": "ring"}, "written over"),
-    ({"wire": None}, "needs a wire="),
+    ({"wire": None}, "needs a wire"),
 ]
 
 

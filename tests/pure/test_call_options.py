@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import fompi
-from fompi.base.call_options import CallKeywords, CallOptions, carried, fitting, in_words
+from fompi.base.call_options import CARRIED, CallKeywords, CallOptions, carried, fitting, in_words
 from fompi.base.errors import ArgumentError, DtypeError
 
 FOMPI = Path(__file__).parents[2] / "fompi"
@@ -19,6 +19,7 @@ def test_what_is_given_last_is_carried_and_a_default_takes_it_away():
     assert carried(how, {"wire": None}) == {"order": "ranks"}
     assert carried(how, {"order": "any", "slices": 4}) == {"slices": 4, "wire": "int8"}
     assert carried(how, {"schedule": "auto"}) == how
+    assert carried(how, {"feedback": True}) == {**how, "feedback": True} and carried(how, {"feedback": False}) == how
     with pytest.raises(TypeError):
         how["wire"] = "int4"
 
@@ -53,24 +54,41 @@ def test_a_wire_is_left_out_where_elements_take_none(x, op, has_wire):
 def test_nobody_else_lists_the_keywords():
     """Signatures, the schemas of torch's operators and what a communicator carries are made from the fields."""
 
-    def names(path):
-        tree = [*ast.walk(ast.parse(path.read_text()))]
+    def names(text):
+        tree = [*ast.walk(ast.parse(text))] if "effort" in text else []
         found = {getattr(node, key, None) for node in tree for key in ("id", "arg")}
         return found | {node.value for node in tree if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
-    listing = [path.name for path in FOMPI.rglob("*.py") if {"wire", "order", "effort"} <= names(path)]
+    listing = [path.name for path in FOMPI.rglob("*.py") if {"wire", "order", "effort"} <= names(path.read_text())]
     assert listing == ["call_options.py"]
     assert {*CallKeywords.__annotations__} == {"comm", *CallOptions._fields}
     assert {*CallOptions._fields} < {*fompi.all_gather.__signature__.parameters}
 
 
 def test_a_keyword_of_calls_is_named_where_it_takes_effect_only():
-    """A new one is a field of CallOptions, takes effect in `localise`, and is explained. Strategies name none."""
-    passing = [*(FOMPI / "parallel").glob("*.py"), FOMPI / "torch/nn.py", FOMPI / "torch/sharded.py"]
-    own = {"data.py", "buckets.py", "pipeline.py", "pipeline_plan.py", "orders.py", "step.py", "step_plan.py"}
-    for path in passing:
-        if path.name in own:  # wrappers keep what a message has lost; a schedule of a pipeline is another one
+    """A new one is a field of CallOptions, takes effect in `localise`, and is explained. Strategies name none.
+
+    Wrappers neither: they take them from their communicator. A pipeline of another kind has a plan of its own.
+    """
+    torch = [FOMPI / f"torch/{name}.py" for name in ("nn", "sharded", "data_parallel", "zero", "pipeline")]
+    for path in [*(FOMPI / "parallel").glob("*.py"), *torch]:
+        if path.name == "pipeline_plan.py":
             continue
         taken = {a.arg for f in ast.walk(ast.parse(path.read_text())) if isinstance(f, ast.arguments)
                  for a in (*f.args, *f.kwonlyargs)}  # fmt: skip
         assert not taken & {"wire", "effort", "certify"}, path  # other things are called order, schedule and slices
+
+
+def test_how_many_files_a_keyword_enters():
+    """`feedback`, the last one: what a communicator carries, where it takes effect, and what is refused."""
+    texts = {path: path.read_text() for path in FOMPI.rglob("*.py")}
+
+    def reads(text):
+        """The keywords that it reads of what a communicator carries: `how.get(...)`."""
+        for node in ast.walk(ast.parse(text)) if "feedback" in text else ():
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("how.get"):
+                yield from (each.value for each in node.args if isinstance(each, ast.Constant))
+
+    entered = [path.name for path, text in texts.items() if "feedback" in reads(text)]
+    assert sorted(entered) == ["arrays.py", "sums.py"] and "feedback" in CARRIED  # and call_options.py
+    assert len(named := [path for path, text in texts.items() if "wire=" in text]) <= 10, named
