@@ -7,7 +7,7 @@ from setuptools import Extension, setup
 NATIVE = Extension(
     "fompi.native._native",
     [f"fompi/native/{name}.c" for name in ("engine", "chain", "half", "kernels", "processor", "v3", "wire", "xla")],
-    depends=[f"fompi/native/{name}.h" for name in ("chain", "half", "kernels", "processor", "wire", "xla")],
+    depends=[f"fompi/native/{name}.h" for name in ("chain", "half", "kernels", "processor", "v3", "wire", "xla")],
     extra_compile_args=["-O3", "-ffp-contract=off"],
     py_limited_api=True,
     optional=True,

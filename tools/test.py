@@ -133,10 +133,14 @@ class Selection:
 
 
 def ranks_of(path: Path) -> dict[str, list[int]]:
-    """On how many ranks of each MPI a file runs: its mark `pytest.mark.ranks(mpich=[...], openmpi=[...])`, or two."""
+    """On how many ranks of each MPI a file runs: its mark `pytest.mark.ranks(mpich=[...], openmpi=[...])`, or two.
+
+    A test with a mark of its own runs on fewer of them (tests/mpi/conftest.py).
+    """
     found = {mpi: [2] for mpi in MPIS}
-    for call in re.findall(r"\bmark\.ranks\(.*?\)", path.read_text(), re.DOTALL):
-        (node,) = [node for node in ast.walk(ast.parse(call)) if isinstance(node, ast.Call)]
+    call = re.search(r"^pytestmark = .*?\b(mark\.ranks\(.*?\))", path.read_text(), re.DOTALL | re.MULTILINE)
+    if call:
+        (node,) = [node for node in ast.walk(ast.parse(call[1])) if isinstance(node, ast.Call)]
         found |= {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
     return found
 

@@ -32,6 +32,7 @@
 
 #include "chain.h"
 #include "kernels.h"
+#include "v3.h"
 #include "xla.h"
 
 #define STATUS_NBYTES 64

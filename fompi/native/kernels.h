@@ -8,8 +8,5 @@
 int64_t kernel_nbytes(int32_t kernel, int32_t dtype, int32_t divisor, int32_t wide, int k, int64_t count);
 
 /* c = kernel(a, b), on `count` elements. A copy is one of bytes, or between a half type and float32; b is a there. */
-typedef void Kernel(
+void kernel_run(
     int32_t kernel, int32_t dtype, int32_t divisor, int32_t wide, const char *a, const char *b, char *c, int64_t count);
-Kernel kernel_run;
-
-Kernel *kernel_for_processor(void); /* the same, compiled for what it can do: v3.c */

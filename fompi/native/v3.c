@@ -1,5 +1,6 @@
 /* The kernels once more, for processors of x86-64-v3 (AVX2). Their names end in _v3, their bits are the same. */
-#include "kernels.h"
+#include "v3.h"
+
 #include "processor.h"
 
 #if defined(__x86_64__)

@@ -56,22 +56,35 @@ DEVICE_SUITES = {
 }
 
 
-@pytest.mark.timeout(90)
-def test_device(mpirun):
-    """Every line says that its times are of the software device, which finds no race. cuda needs a GPU."""
-    done = mpirun(2, "-m", "fompi", "bench", "--device", "software", "--rounds", "2", "--json", seconds=50)
+TOGETHER = """
+import sys
+from fompi.cli.main import main
+for line in sys.argv[1:]:
+    assert main(["bench", *line.split()]) == 0, line
+"""
+"""Several suites in one job: its ranks import the frameworks once."""
+
+
+def together(mpirun, folder, ranks, lines, seconds):
+    """line of a suite -> its rows."""
+    files = {line: folder / f"{number}.json" for number, line in enumerate(lines)}
+    done = mpirun(ranks, "-c", TOGETHER, *(f"{line} --json {file}" for line, file in files.items()), seconds=seconds)
     assert done.returncode == 0 and not done.left_behind, done.output
-    rows = json.loads(done.stdout)["rows"]
+    return {line: json.loads(file.read_text())["rows"] for line, file in files.items()}
+
+
+@pytest.mark.timeout(130)
+def test_device(mpirun, tmp_path):
+    """Every line says that its times are of the software device, which finds no race. cuda needs a GPU."""
+    of_suites = {f"{suite} --device software --rounds 1": names for suite, names in DEVICE_SUITES.items()}
+    rows, *others = together(mpirun, tmp_path, 2, ["--device software --rounds 2", *of_suites], 90).values()
     assert [row["what"] for row in rows] == [f"{name} 64,64,64 float32" for name in peers.OPERATIONS[:2]]
     for row in rows:
         assert row["marks"] == [device.NOT_A_GPU] and device.NOT_A_GPU in row["setup"] and "messages" in row["setup"]
         assert row["samples"].keys() == {*fused.ON_DEVICE, fused.DEVICE_UNFUSED, fused.PRODUCT, fused.MESSAGES}
         assert max(row["errors"].values()) < 1e-5 and min(map(min, row["samples"].values())) > 0
         assert row["figures"][0]["name"].endswith(f" / {fused.LIMIT}")
-    for suite, names in DEVICE_SUITES.items():
-        done = mpirun(2, "-m", "fompi", "bench", suite, "--device", "software", "--rounds", "1", "--json", seconds=50)
-        assert done.returncode == 0 and not done.left_behind, done.output
-        rows = json.loads(done.stdout)["rows"]
+    for rows, names in zip(others, of_suites.values(), strict=True):
         assert [row["what"].partition(" ")[0] for row in rows] == names
         for row in rows:
             assert row["marks"] == [device.NOT_A_GPU] and row["limits"] and row["figures"][0]["limit"] is not None
@@ -81,20 +94,21 @@ def test_device(mpirun):
     assert done.returncode == 2 and ("there is no CUDA" in done.output or "needs CuPy" in done.output)
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("suite", "ranks"),
-    [("parallel", 2), ("step", 2), ("ddp", 2), ("c10d", 2), ("decode", 3), ("train", 2)],
+    ("ranks", "suites"),
+    [(2, {"parallel": 12, "step": 1, "ddp": 1, "c10d": 14, "train": 4}), (3, {"decode": 3})],
+    ids=["2 ranks", "3 ranks"],
 )
-def test_strategies(mpirun, suite, ranks):
+def test_strategies(mpirun, tmp_path, ranks, suites):
     """Each row has fompi, its rivals and the compute alone, all timed. On one host no figure is judged."""
-    done = mpirun(ranks, "-m", "fompi", "bench", *suite.split(), "--quick", "--rounds", "1", "--json", seconds=90)
-    assert done.returncode == 0 and not done.left_behind, done.output
-    rows = json.loads(done.stdout)["rows"]
-    assert len(rows) == {"parallel": 12, "step": 1, "ddp": 1, "c10d": 14, "decode": 3, "train": 4}[suite]
-    for row in rows:
-        assert all(min(samples) > 0 for samples in row["samples"].values()) and len(row["samples"]) >= 2
-        assert row["figures"] and (suite in ("c10d", "decode") or row["reached"] is None) and "fompi" in row["progress"]
+    found = together(mpirun, tmp_path, ranks, [f"{suite} --quick --rounds 1" for suite in suites], 220)
+    for (suite, count), rows in zip(suites.items(), found.values(), strict=True):
+        assert len(rows) == count, suite
+        for row in rows:
+            assert all(min(samples) > 0 for samples in row["samples"].values()) and len(row["samples"]) >= 2
+            assert row["figures"] and (suite in ("c10d", "decode") or row["reached"] is None)
+            assert "fompi" in row["progress"]
 
 
 @pytest.mark.timeout(200)

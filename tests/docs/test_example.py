@@ -114,34 +114,47 @@ def test_three_axes(mpirun, tmp_path, ranks, steps):
         assert [masked(line) for line in lines[1:]] == [masked(line) for line in shown(THREE_AXES).splitlines()[2:]]
 
 
+ASKED = "--ids", "1,5,7,9,11,2,3", "--tokens", "12"
+
+
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("start", ["1", "4", "torchrun"])
-def test_generate(mpirun, tmp_path, start):
-    """The tokens of one process, on any number of ranks: heads, columns and vocabulary do not divide."""
+def test_generate_by_torchrun(tmp_path):
     write(tmp_path)
-    program = [GENERATE, tmp_path, "--ids", "1,5,7,9,11,2,3", "--tokens", "12"]
-    if start == "torchrun":
-        run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-        done = job.run([*run, *map(str, program)], 100, env={"OMP_NUM_THREADS": "1"})
-    else:
-        done = mpirun(int(start), *program, seconds=60)
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    done = job.run([*run, *map(str, (GENERATE, tmp_path, *ASKED))], 100, env={"OMP_NUM_THREADS": "1"})
+    are_the_tokens(done)
+
+
+def are_the_tokens(done):
     assert done.returncode == 0 and not done.left_behind and f"tokens: {TOKENS}\n" in done.stdout, done.output
     assert re.search(r"^prefill: \d+ tokens/s, decode: [\d.]+ tokens/s", done.stdout, re.MULTILINE), done.output
-    if start == "1":  # samples do not depend on the number of ranks
-        sampled = [mpirun(n, *program, "--temperature", "0.8", seconds=60).stdout.splitlines()[0] for n in (1, 2)]
-        assert sampled[0] == sampled[1] != f"tokens: {TOKENS}"
 
 
 EACH = """
 import runpy, sys
-program, *folders = sys.argv[1:]
-for folder in folders:
-    sys.argv = [program, folder, "--ids", "1,5,7,9,11,2,3", "--tokens", "12"]
+program, *lines = sys.argv[1:]
+for line in lines:
+    sys.argv = [program, *line.split()]
     try:
         runpy.run_path(program, run_name="__main__")
     except SystemExit as end:
         assert not end.code
 """
+
+
+@pytest.mark.timeout(120)
+def test_generate(mpirun, tmp_path):
+    """The tokens of one process, on any number of ranks: heads, columns and vocabulary do not divide. Samples, too.
+
+    Both in one job: torch takes seconds to load.
+    """
+    write(tmp_path)
+    line, sampled = " ".join((str(tmp_path), *ASKED)), set()
+    for ranks in (1, 4):
+        done = mpirun(ranks, "-c", EACH, GENERATE, line, f"{line} --temperature 0.8", seconds=60)
+        are_the_tokens(done)
+        sampled.update(re.findall(r"^tokens: (.*)$", done.stdout, re.MULTILINE))
+    assert len(sampled) == 2 and TOKENS in sampled
 
 
 @pytest.mark.timeout(60)
@@ -150,7 +163,8 @@ def test_generate_reads_what_changes_the_tokens(tmp_path):
     folders = [tmp_path / str(number) for number in range(len(OTHERS))]
     for folder, (changes, _) in zip(folders, OTHERS, strict=True):
         write(folder, **changes)
-    done = job.run([sys.executable, "-c", EACH, *map(str, (GENERATE, *folders))], 50)
+    lines = [" ".join((str(folder), *ASKED)) for folder in folders]
+    done = job.run([sys.executable, "-c", EACH, str(GENERATE), *lines], 50)
     printed = re.findall(r"^tokens: (.*)$", done.stdout, re.MULTILINE)
     assert printed == [tokens for _, tokens in OTHERS], done.output
 

@@ -13,6 +13,8 @@ import pytest
 import fompi
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.xdist_group("site")  # one process builds it
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 

@@ -45,7 +45,7 @@ if rank == size - 1:
     raise RuntimeError("the original error")
 go_on()
 """
-    ended = launch(4, STEPS + code)
+    ended = launch(3, STEPS + code)
     ended.assert_failed("RuntimeError: the original error")
 
 
@@ -67,7 +67,7 @@ step = fompi.bind(plan, comm=world, x=np.ones((8, 2)), w=np.ones((2, 3)), kernel
 for call in range(1000):
     step()
 """
-    ended = launch(4, code)
+    ended = launch(3, code)
     ended.assert_failed("RuntimeError: a bad product", "fompi: on rank 2 in matmul_all_reduce by")
     assert "PeerError" not in ended.output
 
@@ -100,7 +100,7 @@ fompi.all_reduce(np.ones(1), comm=world)
 event()
 raise RuntimeError(f"raised by {rank}")
 """
-    ended = launch(4, code)
+    ended = launch(3, code)
     ended.assert_failed("RuntimeError: raised by ")
 
 
@@ -111,7 +111,7 @@ def test_all_ranks_disagree(launch):
 event()
 fompi.all_reduce(np.ones(rank), comm=world)
 """
-    ended = launch(4, code)
+    ended = launch(3, code)
     ended.assert_failed("MismatchError: the ranks disagree in call 1 of world: rank 0 calls all_reduce(")
 
 

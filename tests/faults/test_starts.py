@@ -57,8 +57,8 @@ PROGRAM = textwrap.dedent("""
 """)
 
 WAYS = (
-    (3, "spawn", "fompi", "tcp", "destroy"),
-    (2, "fork", "fompi", "tcp", ""),
+    (2, "spawn", "fompi", "tcp", "destroy"),
+    (3, "fork", "fompi", "tcp", ""),
     (2, "forkserver", "fompi", "file", ""),
     (2, "fork", "fompi", "store", ""),
     (2, "fork", "fompi", "env", "destroy"),

@@ -95,7 +95,7 @@ def test_gradients_are_finite_differences(tiles, rule, reads):
     gradients = attend_backward(q, k, v, o, lse, do, reads, q_at, k_at, rule)
     for i, (x, gradient) in enumerate(zip((q, k, v), gradients, strict=True)):
         assert gradient.shape == x.shape
-        for place in list(np.ndindex(x.shape))[::7]:
+        for place in list(np.ndindex(x.shape))[i::13]:
             losses = []
             for step in (1e-5, -1e-5):
                 moved = [a.copy() for a in (q, k, v)]

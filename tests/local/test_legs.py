@@ -113,6 +113,19 @@ def test_the_last_line_counts_all_legs_and_the_times_are_kept(tool, tmp_path, ca
     assert page.read_text() == f"Before.\n{begin}\n\n{table}\n\n{end}\nAfter.\n"
 
 
+def test_the_ranks_of_a_file(tool, tmp_path):
+    """Those of its `pytestmark`. The mark of a test does not add any."""
+    file = tmp_path / "test_some.py"
+    own = "@pytest.mark.ranks(mpich=[8])\ndef test_it(): ...\n"
+    for text, wanted in (
+        ("pytestmark = pytest.mark.ranks(mpich=[3], openmpi=[])\n", {"mpich": [3], "openmpi": []}),
+        ("pytestmark = [\n    pytest.mark.ranks(mpich=[2, 4]),\n]\n", {"mpich": [2, 4], "openmpi": [2]}),
+        ("", {"mpich": [2], "openmpi": [2]}),
+    ):
+        file.write_text(text + own)
+        assert tool.ranks_of(file) == wanted
+
+
 def test_every_file_of_tests_is_in_a_leg(tool):
     """Also of tests/mpi, on each MPI for which it names ranks; tests that measure links run alone."""
     legs = tool.legs()

@@ -81,7 +81,7 @@ def test_addresses_and_undefined_behaviour(tmp_path):
         "tests/local/test_engine_in_c.py",
         "tests/pure/test_native.py",
         "-k",
-        "not bits_of_the_twin or 2-float16 or 2-int64",
+        "not bits_of_the_twin or 3-float16 or 3-int64",
     ]
     said = run_on(flags, ["libasan.so", "libubsan.so"], tmp_path / "a.so", tests, {"ASAN_OPTIONS": "detect_leaks=0"})
     assert "runtime error" not in said

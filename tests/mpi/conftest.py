@@ -143,6 +143,19 @@ def meeting():
     return comm, comm.allgather(os.getpid())
 
 
+def pytest_collection_modifyitems(config, items):
+    """A test with a mark `ranks` of its own runs on those ranks of its file only."""
+    mpi = "openmpi" if MPI.get_vendor()[0] == "Open MPI" else "mpich"
+
+    def runs_here(item):
+        own = [mark for mark in item.own_markers if mark.name == "ranks"]
+        return all(MPI.COMM_WORLD.size in mark.kwargs.get(mpi, [MPI.COMM_WORLD.size]) for mark in own)
+
+    kept = [item for item in items if runs_here(item)]
+    config.hook.pytest_deselected(items=[item for item in items if not runs_here(item)])
+    items[:] = kept
+
+
 def pytest_collectreport(report):
     if report.failed:
         COLLECTION_ERRORS.append(report.longreprtext)

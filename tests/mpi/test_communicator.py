@@ -215,6 +215,7 @@ def test_a_closed_communicator(world):
     assert (fompi.all_reduce(np.ones(3), comm=world) == world.size).all()
 
 
+@pytest.mark.ranks(mpich=[1, 2, 3])
 def test_many_communicators(world):
     """MPI has only a few thousand communicators. Every closed one is freed."""
     requests, channels = len(world.engine._requests), len(world.engine.channels)

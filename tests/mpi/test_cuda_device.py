@@ -46,7 +46,7 @@ def device(fakecuda, monkeypatch, world, comm, path):
 @pytest.mark.skipif(MPI.COMM_WORLD.size > 2, reason="more ranks take longer and test nothing new")
 @pytest.mark.parametrize("name", calls.NAMES)
 def test_operations_have_the_bits_of_the_software_device(world, device, fakecuda, path, name, without_verification):
-    """Half of the schedules over each path, those by IPC in bfloat16."""
+    """A third of the schedules over each path, those by IPC in bfloat16. The software device has every schedule."""
     dtype, turn = ("float32", 0) if path == STAGED else ("bfloat16", 1)
     problem = catalogue.problems(world.size, dtype)[name]
     software = SoftwareDevice(seed=world.rank, delay=0)
@@ -55,7 +55,7 @@ def test_operations_have_the_bits_of_the_software_device(world, device, fakecuda
         return fakecuda.as_cupy(device, x)
 
     schedules = registry.available(problem)
-    for number, schedule in enumerate(schedules[turn::2] or schedules):
+    for number, schedule in enumerate(schedules[turn::3] or schedules[:1]):
         sizes = calls.row_sizes(problem, ("uneven", "even")[number % 2], seed=number)
         mine = catalogue.inputs(problem, sizes, number)[world.rank]
         options = {"schedule": schedule, "slices": (1, (1, 2))[number % 2]}

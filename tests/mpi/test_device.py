@@ -86,7 +86,7 @@ def test_every_schedule(world, path, name, without_verification):
     The schedules take turns: on two ranks each is seen over one path or two.
     """
     devices = [SoftwareDevice(seed=SEEDS * world.rank + seed) for seed in range(SEEDS)]
-    cases = variants(catalogue.problems(world.size, "float32")[name], PATHS.index(path), 8 if world.size < 3 else 4)
+    cases = variants(catalogue.problems(world.size, "float32")[name], PATHS.index(path), 5 if world.size < 3 else 4)
     assert len(cases) >= SEEDS
     for number, (schedule, slices) in enumerate(cases):
         device = devices[(number + PATHS.index(path)) % SEEDS]

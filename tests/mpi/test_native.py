@@ -56,16 +56,17 @@ ONE_MPI = [pytest.param(dtype, marks=pytest.mark.one_mpi) for dtype in ("float32
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", *ONE_MPI])
 def test_every_schedule_has_the_same_bits(world, dtype, without_verification):
-    in_c = 0
+    """With two dtypes every schedule, with the others every third one, in turns."""
+    in_c, every = 0, 1 if dtype in ("float64", "bfloat16") else 3
     for number, (name, problem) in enumerate(catalogue.problems(world.size, dtype).items()):
-        for schedule in registry.available(problem):
+        for schedule in registry.available(problem)[number % every :: every]:
             step, wanted = bound(world, problem, schedule, 1 + number % 2, number)
             with step:
                 for _ in range(3):
                     forget(step)
                     assert bits(step()) == wanted, (name, schedule)
                 in_c += step._in_c is not None
-    assert in_c >= 30
+    assert in_c >= 30 // every
 
 
 def test_python_goes_on_at_every_step(world, without_verification):

@@ -72,6 +72,8 @@ def check(f, world, meshes, length, heads, kv_heads, layout="zigzag", cu_seqlens
     ids=str,
 )
 def test_attention(f, world, meshes, case):
+    if world.size > 3 and f is not usp_attention:
+        return  # only a mesh of two axes needs four ranks
     check(f, world, meshes, **case)
 
 
@@ -85,7 +87,7 @@ def test_long_messages_travel_in_slices_of_the_heads(world, meshes, case, monkey
     for rank in range(world.size):
         dealt = [head for part in parts for head in part.queries[rank]]
         assert dealt == [*heads.Deal(query_heads, kv_heads, world).queries[rank]]
-    for f in STRATEGIES:
+    for f in STRATEGIES if world.size == 3 else (usp_attention,):  # with a mesh of two axes
         check(f, world, meshes, length, query_heads, kv_heads, causal=True, cu_seqlens=(0, 3, length))
 
 

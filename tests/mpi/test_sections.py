@@ -130,7 +130,7 @@ def test_an_error_at_any_stage(world, comm, mesh, name):
         call()
     count, axes = comm.bcast(stages.count), [mesh["ulysses"], mesh["ring"]] if name == "usp" else [world]
     draw = np.random.default_rng(5)
-    for _ in range(12):
+    for _ in range(6):
         failing, at = int(draw.integers(world.size)), int(draw.integers(count))
         begun, error = time.perf_counter(), None
         try:
@@ -260,7 +260,7 @@ def test_an_error_at_any_stage_of_a_wrapper(world, comm, name):
     with Stages(within=within) as stages:
         batch()
     count, draw = comm.bcast(stages.count), np.random.default_rng(5)
-    for k in range(16):
+    for k in range(8):
         # the last stages too, while all that other ranks can do without this one is done
         at = int(draw.integers(count)) if k % 2 else count - 1 - k // 2
         failing = int(draw.integers(world.size))

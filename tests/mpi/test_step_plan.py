@@ -318,9 +318,9 @@ def test_a_step_that_fails_anywhere_leaves_everything_as_it_was(world):
             TrainingStep(make, optimizer=AdamW(0.1), comm=world, **how) as other,
         ):
             places = [(n, name) for n, kind in enumerate([*kinds, AdamW]) for name in FUNCTIONS if hasattr(kind, name)]
-            for rank, (number, name) in product(range(world.size), places):
-                if number not in (*step.problem.held(rank), len(kinds)):
-                    continue
+            held = [(*step.problem.held(rank), len(kinds)) for rank in range(world.size)]
+            every = [(rank, *place) for rank, place in product(range(world.size), places) if place[0] in held[rank]]
+            for rank, number, name in every[:: world.size - 2]:  # four ranks have three meshes, and take half for each
                 before, words = deepcopy((step.shards, step.states)), f"rank {rank} failed in step"
                 if rank == world.rank:
                     broken[number].fails = name
@@ -382,6 +382,7 @@ class Constant:
         return np.zeros_like(dy), [np.full_like(weights[0], self.gradient)]
 
 
+@pytest.mark.ranks(mpich=[3])
 @pytest.mark.parametrize(
     ("optimizer", "gradient"),
     [

@@ -54,7 +54,7 @@ def half_problems(size, dtype):
 
 
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("size", (1, 2, 3, 5))
+@pytest.mark.parametrize("size", (1, 3, 5))
 def test_every_result_is_the_exact_result_rounded_once(size, dtype):
     for name, problem, fill in half_problems(size, dtype):
         sizes = catalogue.sizes(problem, "uneven", seed=size)

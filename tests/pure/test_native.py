@@ -188,13 +188,13 @@ def assert_bits(ranks, wanted):
 
 @pytest.mark.parametrize(
     ("size", "dtype"),
-    [*((3, dtype) for dtype in DTYPES), *((size, dtype) for size in (2, 5) for dtype in ("float64", "bfloat16"))],
+    [*((3, dtype) for dtype in DTYPES), (2, "float64"), (5, "bfloat16")],
 )
 def test_every_plan_has_the_bits_of_the_twin(size, dtype):
-    """The kernels of the other dtypes do not depend on the number of ranks."""
-    lowered = 0
+    """The kernels of the other dtypes do not depend on the number of ranks. They take a third of the schedules."""
+    lowered, every = 0, 1 if dtype in ("float64", "bfloat16") else 3
     for number, (name, problem) in enumerate(catalogue.problems(size, dtype).items()):
-        for schedule in registry.available(problem):
+        for schedule in registry.available(problem)[number % every :: every]:
             seed = size + number
             ranks, wanted, mpi = ranks_of(problem, schedule, 1 + seed % 2, seed, request_nbytes=(4, 8)[seed % 2])
             if not ranks:

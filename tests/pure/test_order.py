@@ -52,8 +52,10 @@ def test_the_tree():
         assert folded(runs, lambda a, b: f"({a}+{b})") == text(len(leaves))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [*((size, "float32") for size in (1, 2, 3, 4, 8)), *((size, "bfloat16") for size in (2, 3, 5))],
+)
 @pytest.mark.parametrize("name", SUMS)
 def test_every_schedule_has_the_bits_of_the_tree(name, size, dtype):
     """For even and uneven rows and all slices. A product copies columns of x, so it is exact, however it is cut."""
@@ -223,9 +225,9 @@ def exchanged(program, ops):
 
 
 def test_no_spoiled_plan_is_accepted():
-    """The same terms, added otherwise: 1,000 plans, of which the proof without an order accepts most."""
+    """The same terms, added otherwise: 400 plans, of which the proof without an order accepts most."""
     random, spoiled, words, without = Random(1), 0, set(), 0
-    while spoiled < 1000:
+    while spoiled < 400:
         plan, spoil = random.choice(plans()), random.choice((other_way_round, leaves_moved, begun_elsewhere))
         rank = random.randrange(plan.size)
         try:
@@ -248,7 +250,7 @@ def test_no_spoiled_plan_is_accepted():
                 without += 1
             except PlanError:
                 pass
-    assert words == {"ranks", "canonical(8)"} and without > 30
+    assert words == {"ranks", "canonical(8)"} and without > 12
 
 
 # ---------------------------------------------------------------------------------------------- choice and words
@@ -256,7 +258,7 @@ def test_no_spoiled_plan_is_accepted():
 
 @pytest.mark.parametrize("name", SUMS)
 def test_the_choice_has_the_order(name):
-    for size in (2, 3, 4, 8):
+    for size in (2, 3, 8):
         ordered = in_order(catalogue.problems(size, "float32")[name], "ranks")
         for rows in (None, 64, 1 << 12, 1 << 21):
             for network in (False, True):

@@ -48,11 +48,11 @@ def assert_close(got, wanted, what):
 def test_every_plan_is_verified_and_computes_its_operation(size, name):
     """All schedules with all slices. The distributions of rows, the windows and the interleavings take turns.
 
-    From 4 ranks on, the slices take turns too: 4 and 5, 7 and 8 ranks have a third of them each.
+    From 4 ranks on, the slices take turns too: each number of ranks has a quarter of the pairs.
     """
     problem = catalogue.problems(size)[name]
     for call, (schedule, slices) in enumerate(product(registry.available(problem), SLICES)):
-        if size > 3 and (call + call // 3) % 3 != RANKS.index(size) % 3:
+        if size > 3 and (call + call // 3) % 4 != RANKS.index(size) % 4:
             continue
         plan = registry.write(problem, schedule, slices, window=WINDOWS[(call + size) % 3])
         verify(plan)
@@ -64,9 +64,8 @@ def test_every_plan_is_verified_and_computes_its_operation(size, name):
         assert_close(outputs, reference(problem, inputs, sizes, np), what)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("name", ["reduce_scatter", "all_reduce"])
-@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize(("size", "dtype"), [(2, "float32"), (3, "float16"), (5, "float32"), (8, "float16")])
 def test_sums_in_the_order_of_a_ring(size, name, dtype):
     """The schedules in `IN_RING_ORDER` give the same bits. For an all-reduce this needs equal slices."""
     problem = replace(catalogue.problems(size)[name], dtype=dtype)
@@ -84,7 +83,7 @@ def test_sums_in_the_order_of_a_ring(size, name, dtype):
             results.setdefault(key, set()).add(repr(bits(twin(plan, inputs, BACKEND, sizes=sizes, seed=call))))
     bidirectional = results.pop("bidirectional")
     assert all(len(equal) == 1 for equal in results.values())
-    if size > 3 and dtype == "float32":  # the order of the first two of three terms does not matter
+    if size == 5:  # the order of the first two of three terms does not matter
         assert not bidirectional & set.union(*results.values()), "sums in another order should differ somewhere"
 
 
