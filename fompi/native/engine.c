@@ -55,7 +55,7 @@ enum { MOVED = 1, HAS_ENDED = 2, HAS_READY = 4 }; /* what `Library.poll` returns
 typedef intptr_t Handle;
 typedef struct Call Call;
 
-static Kernel *compute; /* of this processor */
+static Kernel compute; /* of this processor */
 
 typedef struct { /* the dtype `OP` of fompi.runtime.lower */
     int32_t kind, kernel, flags, peer, number, divisor; /* flags of a kernel: its operands that are float32 */

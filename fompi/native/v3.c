@@ -31,7 +31,7 @@
 #pragma GCC pop_options
 #endif
 
-Kernel *kernel_for_processor(void) { return processor_level() >= X86_64_V3 ? kernel_run_v3 : kernel_run; }
+Kernel kernel_for_processor(void) { return processor_level() >= X86_64_V3 ? kernel_run_v3 : kernel_run; }
 #else
-Kernel *kernel_for_processor(void) { return kernel_run; }
+Kernel kernel_for_processor(void) { return kernel_run; }
 #endif
