@@ -6,13 +6,13 @@ are widened to float32 for that, and rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_char
-from dataclasses import dataclass
 from functools import cache
 from math import prod
 from operator import is_
 from time import perf_counter, sleep
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,19 +42,19 @@ Array = np.ndarray[Any, Any]
 FLOATS = ("float64", "float32", *HALF)
 
 
-@dataclass
-class Kept:
-    """What a forward keeps for its backward: x, whose dtype the results have, and more."""
+class Kept(SimpleNamespace):
+    """What a forward keeps for its backward: x, what the gradient of y must be like, and what else the strategy names.
 
-    x: Tensor
+    `dtype` and `shape` are those of y. `comm` is the communicator, or `comms` are the axes of a mesh.
+    """
 
-    @property
-    def dtype(self) -> str:
-        return self.x.dtype
+    def __init__(self, x: Tensor, shape: Sequence[int] = (), dtype: str = "", **more: Any):
+        super().__init__(x=x, shape=tuple(shape), dtype=dtype or x.dtype, **more)
 
-    @property
-    def like(self) -> Tensor:
-        return self.x
+    def gradient(self, dy: Any) -> Array:
+        """dy as an array. The forward's tensors may have moved meanwhile."""
+        follow(self)
+        return borrow_gradient(dy, self.dtype, self.shape, self.x)
 
 
 def enter(name: str, comm: Any, check: Callable[[Communicator], tuple[str, int, Any]]) -> tuple[Any, Any, list[int]]:
@@ -63,19 +63,40 @@ def enter(name: str, comm: Any, check: Callable[[Communicator], tuple[str, int, 
     `check(comm)` looks at the arguments of this rank, and raises if they do not fit. It returns a text that must be the
     same on all ranks, a number that each rank tells all others, and its result. Collective.
     """
-    communicator, refusal = communicator_of(comm)
-    text, value, result = "", 0, None
-    if refusal is None:
-        try:
-            text, value, result = check(communicator)
-        except Exception as error:
-            refusal = error
+    communicator, found, refusal = _checked(comm, check)
+    text, value, result = found or ("", 0, None)
     with in_turn():
         agreement = begin_agreement(communicator, f"{name}({text}{in_words(communicator.how)})", refusal, value)
     give_way()
     values = agreement.values()
     section.begin(communicator)
     return communicator, result, list(values)
+
+
+def enter_axes(axes: Mapping[str, Any], check: Callable[[Communicator], tuple[str, int, Any]]) -> tuple[list[Any], Any]:
+    """`enter` on several axes of a mesh, by the names of what begins there. Returns (the Communicators, the result).
+
+    A refusal of one rank reaches the ranks of its row, and by them all others.
+    """
+    refusal: Exception | None = None
+    groups, result = [], None
+
+    def checked(comm: Communicator) -> tuple[str, int, Any]:
+        if refusal is not None:
+            raise refusal
+        return check(comm)
+
+    for name, axis in axes.items():
+        try:
+            group, result, _ = enter(name, axis, checked)
+            groups.append(group)
+        except Exception as error:
+            refusal = refusal or error
+            if section.has_ended(error):  # all ranks hear of it by themselves
+                break
+    if refusal is not None:
+        raise refusal
+    return groups, result
 
 
 def admit(
@@ -85,17 +106,23 @@ def admit(
 
     As `enter`, without an agreement of its own: that of the operation compares the text (`begin`).
     """
-    communicator, refusal = communicator_of(comm)
-    text, result = "", None
-    if refusal is None:
-        try:
-            text, result = check(communicator)
-        except Exception as error:
-            refusal = error
+    communicator, found, refusal = _checked(comm, check)
+    text, result = found or ("", None)
     if refusal is not None:
         with in_turn():
             operation.refuse(refusal, communicator)
     return communicator, f"{text}{in_words(communicator.how)}", result
+
+
+def _checked(comm: Any, check: Callable[[Communicator], Any]) -> tuple[Any, Any, Exception | None]:
+    """(the Communicator, what `check` has found, why this rank refuses)"""
+    communicator, refusal = communicator_of(comm)
+    if refusal is not None:
+        return communicator, None, refusal
+    try:
+        return communicator, check(communicator), None
+    except Exception as error:
+        return communicator, None, error
 
 
 def borrow(x: Any, name: str, like: Tensor | None = None, ndim: int | None = None) -> Tensor:
@@ -376,14 +403,9 @@ def array_of(result: Any) -> Any:
     return result.array if isinstance(result, Lent) else result
 
 
-def enter_backward(name: str, saved: Any, dy: Any) -> Array:
+def enter_backward(name: str, saved: Kept, dy: Any) -> Array:
     """dy as an array, once all ranks have begun this backward."""
-
-    def check(comm: Communicator) -> tuple[str, int, Array]:
-        follow(saved)
-        return "", 0, borrow_gradient(dy, saved.dtype, saved.shape, saved.like)
-
-    array: Array = enter(f"the backward of {name}", saved.comm, check)[1]
+    array: Array = enter(f"the backward of {name}", saved.comm, lambda _: ("", 0, saved.gradient(dy)))[1]
     return array
 
 

@@ -101,7 +101,7 @@ class Exchange:
 
     def __init__(self, choice: Choice, rows: range, comm: Communicator, apart: bool):
         self.experts, self.k = choice.probabilities.shape[1], choice.experts.shape[1]
-        self.comm, self.rows, self.apart = comm, rows, apart
+        self.comm, self.rows, self.apart, self.is_settled = comm, rows, apart, False
         self.run = slice(rows.start, rows.stop)
         kept, experts = choice.kept[self.run], choice.experts[self.run]
         key = np.where(kept, experts, np.int64(self.experts)).reshape(-1)  # dropped ones come last
@@ -138,7 +138,10 @@ class Exchange:
         return [(self.comm.rank - d) % self.comm.size for d in range(1, self.comm.size)]
 
     def settle(self) -> None:
-        """Wait for the counts of the rows that arrive."""
+        """Wait for the counts of the rows that arrive, the first time."""
+        if self.is_settled:
+            return
+        self.is_settled = True
         self.table = table = arrived(self._table).reshape(self.comm.size, len(self.own))
         self.receive = [int(n) for n in table.sum(1)]
         self.counts = [int(n) for n in table.sum(0)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -47,25 +46,6 @@ from fompi.plans.rows import counts_of
 from fompi.tensors.dlpack import Tensor
 
 
-@dataclass
-class Linear(Kept):
-    """What the backward of a linear layer needs."""
-
-    w: Tensor
-    bias: Tensor | None
-    comm: Communicator
-    sequence_parallel: bool
-    counts: Sequence[int]  # the rows of each rank
-    shape: tuple[int, ...]  # of y
-    activation: str = "none"
-    z: Array | None = None  # y before the activation
-
-    @property
-    def leaves(self) -> int:
-        """How many leaves this rank has of a sum over features, if it has an order of leaves; else 0."""
-        return leaves_of(self.comm)
-
-
 def _column(
     x: Any,
     w: Any,
@@ -74,7 +54,7 @@ def _column(
     activation: str = "none",
     comm: Any = None,
     sequence_parallel: bool = True,
-) -> tuple[Any, Linear]:
+) -> tuple[Any, Kept]:
     """y = activation(all_gather(x) @ w + bias)
 
     x: (rows of this rank, ..., k), Shard(0). w: (k, n of this rank), Shard(-1). bias: (n of this rank,) or None.
@@ -118,25 +98,33 @@ def _column(
             z = narrow(wide if tb is None else wide + widen(tb.array, dtype), dtype)
         else:
             z = narrow(ordered_product(tx.array, tw.array, dtype, 1, None if tb is None else tb.array), dtype)
-    saved = Linear(tx, tw, tb, group, sequence_parallel, counts, z.shape, activation)
-    if activation == "none":
-        return lent(z, tx), saved
-    saved.z = z
-    y = narrow(activate(widen(z, dtype), activation), dtype)
+    saved = _kept(tx, tw, tb, group, sequence_parallel=sequence_parallel, counts=counts, activation=activation)
+    y = z
+    if activation != "none":
+        saved.z = z
+        y = narrow(activate(widen(z, dtype), activation), dtype)
     saved.shape = y.shape
     return lent(y, tx), saved
 
 
-def _column_dz(saved: Linear, dy: Any) -> Array:
+def _kept(x: Tensor, w: Tensor, bias: Tensor | None, comm: Communicator, **more: Any) -> Kept:
+    """What the backward of a linear layer needs.
+
+    `counts`: the rows of each rank. `leaves`: how many leaves this rank has of a sum over features; 0 without them.
+    """
+    return Kept(x, w=w, bias=bias, comm=comm, leaves=leaves_of(comm), **more)
+
+
+def _column_dz(saved: Kept, dy: Any) -> Array:
     """The gradient of z, in the dtype of x."""
     given = enter_backward("column_parallel_linear", saved, dy)
-    if saved.z is None:
+    if saved.activation == "none":
         return given
     dz = activate_backward(widen(saved.z, saved.dtype), widen(given, saved.dtype), saved.activation)
     return narrow(dz, saved.dtype)
 
 
-def _column_backward(saved: Linear, dy: Any) -> Gradients:
+def _column_backward(saved: Kept, dy: Any) -> Gradients:
     dz, options = _column_dz(saved, dy), keywords_of(saved)
     if not saved.sequence_parallel:
         return _local_dx(saved, dz), *_local_dw(saved, dz)
@@ -146,7 +134,7 @@ def _column_backward(saved: Linear, dy: Any) -> Gradients:
     return lent(arrived(dx), saved.x), lent(arrived(dw), saved.w), db
 
 
-def _column_backward_input(saved: Linear, dy: Any) -> tuple[Gradients, Any]:
+def _column_backward_input(saved: Kept, dy: Any) -> tuple[Gradients, Any]:
     dz = _column_dz(saved, dy)
     if not saved.sequence_parallel:
         return (_local_dx(saved, dz),), (saved, dz)
@@ -154,7 +142,7 @@ def _column_backward_input(saved: Linear, dy: Any) -> tuple[Gradients, Any]:
     return (lent(dx, saved.x),), (saved, dz)
 
 
-def _column_backward_weight(rest: tuple[Linear, Array]) -> Gradients:
+def _column_backward_weight(rest: tuple[Kept, Array]) -> Gradients:
     saved, dz = rest
     if not saved.sequence_parallel:
         return _local_dw(saved, dz)
@@ -162,11 +150,11 @@ def _column_backward_weight(rest: tuple[Linear, Array]) -> Gradients:
     return lent(dw, saved.w), _sum_rows(saved, dz)
 
 
-def _local_dx(saved: Linear, dz: Array) -> Any:
+def _local_dx(saved: Kept, dz: Array) -> Any:
     return give(_product(*_leaf_by_leaf(saved, dz), saved.dtype, saved.leaves), saved.x)
 
 
-def _leaf_by_leaf(saved: Linear, dz: Array) -> tuple[Array, Array]:
+def _leaf_by_leaf(saved: Kept, dz: Array) -> tuple[Array, Array]:
     """The gradient of z and w.T, whose product is that of x. Leaves of swiglu lie side by side: (gate, up), ..."""
     w = saved.w.array
     if not saved.leaves or saved.activation != "swiglu":
@@ -179,7 +167,7 @@ def _leaf_by_leaf(saved: Linear, dz: Array) -> tuple[Array, Array]:
     return leaves(dz), leaves(w).T
 
 
-def _local_dw(saved: Linear, dz: Array) -> Gradients:
+def _local_dw(saved: Kept, dz: Array) -> Gradients:
     x, d = as_rows(saved.x.array), as_rows(dz)
     return give(_product(x.T, d, saved.dtype, min(saved.leaves, 1)), saved.w), _sum_rows(saved, dz)
 
@@ -192,7 +180,7 @@ def _row(
     comm: Any = None,
     sequence_parallel: bool = True,
     counts: Sequence[int] | None = None,
-) -> tuple[Any, Linear]:
+) -> tuple[Any, Kept]:
     """y = reduce_scatter(x @ w, counts) + bias
 
     x: (all rows, ..., k of this rank), Shard(-1). w: (k of this rank, n), Shard(0). bias: (n,), the same on all ranks,
@@ -219,11 +207,12 @@ def _row(
     added = None if tb is None else tb.array
     how = {"comm": group, "counts": kept} if sequence_parallel else held_alike(group)
     y = arrived(begin(operation, text, tx.array, tw.array, bias=added, dtype=tx.dtype, **how))
-    saved = Linear(tx, tw, tb, group, sequence_parallel, kept, y.shape)
+    saved = _kept(tx, tw, tb, group, sequence_parallel=sequence_parallel, counts=kept)
+    saved.shape = y.shape
     return lent(y, tx), saved
 
 
-def _row_dy(saved: Linear, dy: Any) -> Array:
+def _row_dy(saved: Kept, dy: Any) -> Array:
     """The gradient of the rows of this rank."""
     given = enter_backward("row_parallel_linear", saved, dy)
     if saved.sequence_parallel:
@@ -233,27 +222,27 @@ def _row_dy(saved: Linear, dy: Any) -> Array:
     return scattered
 
 
-def _row_backward(saved: Linear, dy: Any) -> Gradients:
+def _row_backward(saved: Kept, dy: Any) -> Gradients:
     d, options = _row_dy(saved, dy), keywords_of(saved)
     db = _start_shared_sum(saved, d)
     dx, dw = call(all_gather_matmul_weight_gradient, d, saved.w.array.T, saved.x.array, **options)
     return lent(dx, saved.x), lent(dw, saved.w), _shared_sum(saved, db, d)
 
 
-def _row_backward_input(saved: Linear, dy: Any) -> tuple[Gradients, Any]:
+def _row_backward_input(saved: Kept, dy: Any) -> tuple[Gradients, Any]:
     d = _row_dy(saved, dy)
     dx = call(all_gather_matmul, d, saved.w.array.T, **keywords_of(saved))
     return (lent(dx, saved.x),), (saved, d)
 
 
-def _row_backward_weight(rest: tuple[Linear, Array]) -> Gradients:
+def _row_backward_weight(rest: tuple[Kept, Array]) -> Gradients:
     saved, d = rest
     db = _start_shared_sum(saved, d)
     dw = call(all_gather_weight_gradient, d, saved.x.array, **keywords_of(saved))
     return lent(contiguous(dw.T), saved.w), _shared_sum(saved, db, d)
 
 
-def _start_shared_sum(saved: Linear, d: Array) -> Any:
+def _start_shared_sum(saved: Kept, d: Array) -> Any:
     """The sum over all rows of all ranks, in flight: the gradient of a bias that all ranks hold.
 
     In an order of leaves it begins later: while d is gathered for the product, it is not gathered again.
@@ -264,7 +253,7 @@ def _start_shared_sum(saved: Linear, d: Array) -> Any:
     return start_sum(as_rows(widen(d, saved.dtype)).sum(0), accumulator(saved.dtype), comm)
 
 
-def _shared_sum(saved: Linear, pending: Any, d: Array) -> Any:
+def _shared_sum(saved: Kept, pending: Any, d: Array) -> Any:
     if saved.bias is None:
         return None
     if not saved.leaves:
@@ -275,7 +264,7 @@ def _shared_sum(saved: Linear, pending: Any, d: Array) -> Any:
     return lent(db.reshape(-1), saved.bias)
 
 
-def _sum_rows(saved: Linear, d: Array) -> Any:
+def _sum_rows(saved: Kept, d: Array) -> Any:
     if saved.bias is None:
         return None
     rows = as_rows(widen(d, saved.dtype))

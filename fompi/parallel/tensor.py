@@ -10,8 +10,6 @@ row-parallel layer, a shared key head) gets the sum over its holders.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -72,27 +70,6 @@ def heads_of(rank: int, size: int, heads: int, kv_heads: int) -> tuple[range, ra
     return mine, range(mine[0] // group, mine[-1] // group + 1) if mine else range(0)
 
 
-@dataclass
-class Heads(Kept):
-    """What the backward of attention needs: q, k, v and o have the dtype of x."""
-
-    weights: tuple[Tensor, ...]
-    comm: Communicator
-    counts: Sequence[int]
-    heads: int
-    kv_heads: int
-    head_dim: int
-    batch: int
-    local: LocalAttention
-    reads: list[int]
-    q: Array
-    k: Array
-    v: Array
-    o: Array
-    lse: Array
-    shape: tuple[int, ...]
-
-
 def _attention(
     x: Any,
     wq: Any,
@@ -108,7 +85,7 @@ def _attention(
     cu_seqlens: Any = None,
     query_split: bool = True,
     attention: Any = None,
-) -> tuple[Any, Heads]:
+) -> tuple[Any, Kept]:
     """q, k, v = all_gather(x) @ wq, wk, wv; y = reduce_scatter(softmax(scale * q @ k.T) @ v @ wo)
 
     x: (rows of this rank, ..., n), the tokens in order, Shard(0); dimensions between are a batch. wq: (n, heads of this
@@ -185,14 +162,14 @@ def _attention(
         y = narrow(term, dtype)
     else:
         y = call(matmul_reduce_scatter, attend_to(0, total), arrays[3], counts=counts, dtype=dtype, comm=group)
-    saved = Heads(
+    saved = Kept(
         x=tx, weights=weights, comm=group, counts=counts, heads=heads, kv_heads=kv_heads, head_dim=d, batch=batch,
         local=local, reads=reads, q=q, k=k, v=v, o=o, lse=lse, shape=y.shape,
     )  # fmt: skip
     return lent(y, tx), saved
 
 
-def _attention_inner(saved: Heads, do: Array) -> Array:
+def _attention_inner(saved: Kept, do: Array) -> Array:
     """The gradient of the projections, side by side, where `do` is that of the heads' results."""
     dtype, total = saved.dtype, len(saved.q)
     q, k, v, o, at = saved.q, saved.k, saved.v, saved.o, np.arange(total)
@@ -204,12 +181,12 @@ def _attention_inner(saved: Heads, do: Array) -> Array:
     return narrow(np.concatenate(flat, -1), dtype)
 
 
-def _heads_result(saved: Heads) -> Array:
+def _heads_result(saved: Kept) -> Array:
     """o as (all rows, ..., heads of this rank * d)."""
     return saved.o.reshape(len(saved.o), *saved.x.array.shape[1:-1], saved.weights[0].array.shape[1])
 
 
-def _attention_backward(saved: Heads, dy: Any) -> Gradients:
+def _attention_backward(saved: Kept, dy: Any) -> Gradients:
     d = enter_backward("attention", saved, dy)
     options = keywords_of(saved)
     do, dwo = call(all_gather_matmul_weight_gradient, d, saved.weights[3].array.T, _heads_result(saved), **options)
@@ -220,7 +197,7 @@ def _attention_backward(saved: Heads, dy: Any) -> Gradients:
     return lent(arrived(dx), saved.x), *dws, lent(dwo, saved.weights[3])
 
 
-def _attention_backward_input(saved: Heads, dy: Any) -> tuple[Gradients, Any]:
+def _attention_backward_input(saved: Kept, dy: Any) -> tuple[Gradients, Any]:
     d = enter_backward("attention", saved, dy)
     options = keywords_of(saved)
     inner = _attention_inner(saved, call(all_gather_matmul, d, saved.weights[3].array.T, **options))
@@ -228,7 +205,7 @@ def _attention_backward_input(saved: Heads, dy: Any) -> tuple[Gradients, Any]:
     return (lent(dx, saved.x),), (saved, d, inner)
 
 
-def _attention_backward_weight(rest: tuple[Heads, Array, Array]) -> Gradients:
+def _attention_backward_weight(rest: tuple[Kept, Array, Array]) -> Gradients:
     saved, d, inner = rest
     options = keywords_of(saved)
     dwo = start(all_gather_weight_gradient, d, _heads_result(saved), **options)
@@ -237,11 +214,11 @@ def _attention_backward_weight(rest: tuple[Heads, Array, Array]) -> Gradients:
     return *dws, lent(contiguous(arrived(dwo).T), saved.weights[3])
 
 
-def _projections(saved: Heads) -> Array:
+def _projections(saved: Kept) -> Array:
     return np.concatenate([w.array for w in saved.weights[:3]], 1)
 
 
-def _weight_gradients(saved: Heads, dw: Array) -> Gradients:
+def _weight_gradients(saved: Kept, dw: Array) -> Gradients:
     """The gradients of wq, wk and wv, which `dw` has side by side. Shared heads are summed over their holders."""
     size, d, dtype = saved.comm.size, saved.head_dim, saved.dtype
     ends = list(accumulate(w.array.shape[1] for w in saved.weights[:3]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_gather, all_reduce, reduce_scatter
 from fompi.parallel.arrays import (
     Array,
+    Kept,
     arrived,
     as_rows,
     borrow,
@@ -38,27 +38,6 @@ from fompi.plans.rows import counts_of
 from fompi.tensors.dlpack import Tensor
 
 
-@dataclass
-class Embedding:
-    """What the backward of an embedding needs."""
-
-    table: Tensor
-    local: Array  # the row of each token; 0 for those of other ranks
-    ours: Array  # which tokens are of this rank's part of the vocabulary
-    rows: int
-    comm: Communicator
-    sequence_parallel: bool
-    shape: tuple[int, ...]
-
-    @property
-    def dtype(self) -> str:
-        return self.table.dtype
-
-    @property
-    def like(self) -> Tensor:
-        return self.table
-
-
 def _embedding(
     tokens: Any,
     table: Any,
@@ -66,7 +45,7 @@ def _embedding(
     comm: Any = None,
     sequence_parallel: bool = True,
     counts: Sequence[int] | None = None,
-) -> tuple[Any, Embedding]:
+) -> tuple[Any, Kept]:
     """y = reduce_scatter(all rows of the table [tokens], counts)
 
     tokens: (all rows, ...), integers, the same on all ranks. table: (rows of this rank, n): each rank has a part of the
@@ -109,7 +88,7 @@ def _embedding(
         y = call(reduce_scatter, y, counts=kept, dtype=tt.dtype, comm=group.using(order="any"))
     else:
         y = arrived(start_sum(y, tt.dtype, group.using(order="any")))
-    saved = Embedding(tt, local, ours, len(numbers), group, sequence_parallel, y.shape)
+    saved = Kept(tt, y.shape, local=local, ours=ours, comm=group, sequence_parallel=sequence_parallel)
     return lent(y, tt), saved
 
 
@@ -120,17 +99,17 @@ def _ours(numbers: Array, parts: Sequence[int], rank: int) -> tuple[Array, Array
     return np.where(ours, local, np.int64(0)), ours
 
 
-def _embedding_backward(saved: Embedding, dy: Any) -> Gradients:
+def _embedding_backward(saved: Kept, dy: Any) -> Gradients:
     given = enter_backward("vocab_parallel_embedding", saved, dy)
     if saved.sequence_parallel:
         full = call(all_gather, given, **keywords_of(saved))
     else:
         full = arrived(start_sum(given, saved.dtype, over_losses(saved.comm)))
     wide = widen(full, saved.dtype)
-    gradient = zeros(saved.comm, saved.table.array.shape, wide.dtype, wide)
+    gradient = zeros(saved.comm, saved.x.array.shape, wide.dtype, wide)
     if len(gradient):
         np.add.at(gradient, saved.local, np.where(saved.ours[..., None], wide, wide.dtype.type(0)))
-    return (give(gradient, saved.table),)
+    return (give(gradient, saved.x),)
 
 
 def _checksum(name: str, numbers: Array) -> str:
@@ -149,29 +128,6 @@ def _check_vocabulary(what: str, numbers: Array, total: int, comm: Communicator)
         all_reduce.refuse(error, comm)
 
 
-@dataclass
-class CrossEntropy:
-    """What the backward of the cross-entropy needs: the probabilities of this rank's part of the vocabulary."""
-
-    logits: Tensor
-    probabilities: Array
-    local: Array  # the target of each row in this part, 0 for those of other ranks
-    ours: Array  # which targets are in it
-    smoothing: float
-    vocabulary: int
-    kept: Array  # False for the rows whose target is ignored
-    comm: Communicator
-    shape: tuple[int, ...]
-
-    @property
-    def dtype(self) -> str:
-        return accumulator(self.logits.dtype)
-
-    @property
-    def like(self) -> Tensor:
-        return self.logits
-
-
 def _cross_entropy(
     logits: Any,
     targets: Any,
@@ -179,7 +135,7 @@ def _cross_entropy(
     comm: Any = None,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
-) -> tuple[Any, CrossEntropy]:
+) -> tuple[Any, Kept]:
     """losses = -log(softmax(all logits of a row))[target], for each row; 0 where target == ignore_index
 
     logits: (all rows, ..., vocabulary of this rank), Shard(-1). targets: (all rows, ...), integers, the same on all
@@ -234,8 +190,8 @@ def _cross_entropy(
     if place(z) is not None:
         losses = np.where(kept & ((numbers < 0) | (numbers >= vocabulary)), losses.dtype.type(np.nan), losses)
     shape = tl.array.shape[:-1]
-    of_row = e / total[:, None], local, ours
-    saved = CrossEntropy(tl, *of_row, label_smoothing, vocabulary, kept, group, shape)
+    of_row = {"probabilities": e / total[:, None], "local": local, "ours": ours, "kept": kept}
+    saved = Kept(tl, shape, dtype, **of_row, smoothing=label_smoothing, vocabulary=vocabulary, comm=group)
     return lent(losses.astype(dtype, copy=False).reshape(shape), tl, dtype), saved
 
 
@@ -246,7 +202,7 @@ def _sum_of_features(a: Array, leaves: int) -> Array:
     return ordered_product(a, filled((a.shape[1], 1), a.dtype, 1, a), a.dtype.name, leaves)[:, 0]
 
 
-def _cross_entropy_backward(saved: CrossEntropy, dlosses: Any) -> Gradients:
+def _cross_entropy_backward(saved: Kept, dlosses: Any) -> Gradients:
     given = enter_backward("vocab_parallel_cross_entropy", saved, dlosses)
     summed = arrived(start_sum(given, saved.dtype, over_losses(saved.comm))).reshape(-1, 1)
     d = saved.probabilities - saved.probabilities.dtype.type(saved.smoothing / max(saved.vocabulary, 1))
@@ -256,7 +212,7 @@ def _cross_entropy_backward(saved: CrossEntropy, dlosses: Any) -> Gradients:
         np.put_along_axis(d, at, np.where(saved.ours[:, None], chosen - d.dtype.type(1 - saved.smoothing), chosen), 1)
     d *= summed
     d = np.where(saved.kept[:, None], d, d.dtype.type(0))
-    return (give(d.reshape(saved.logits.array.shape), saved.logits),)
+    return (give(d.reshape(saved.x.array.shape), saved.x),)
 
 
 vocab_parallel_embedding = Differentiable(
