@@ -6,7 +6,7 @@ are widened to float32 for that, and rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_char
 from functools import cache
 from math import prod
@@ -73,8 +73,10 @@ def enter(name: str, comm: Any, check: Callable[[Communicator], tuple[str, int, 
     return communicator, result, list(values)
 
 
-def enter_axes(axes: Mapping[str, Any], check: Callable[[Communicator], tuple[str, int, Any]]) -> tuple[list[Any], Any]:
-    """`enter` on several axes of a mesh, by the names of what begins there. Returns (the Communicators, the result).
+def enter_axes(
+    axes: Sequence[tuple[str, Any]], check: Callable[[Communicator], tuple[str, int, Any]]
+) -> tuple[list[Any], Any]:
+    """`enter` on several axes of a mesh: (what begins there, the axis). Returns (the Communicators, the result).
 
     A refusal of one rank reaches the ranks of its row, and by them all others.
     """
@@ -86,7 +88,7 @@ def enter_axes(axes: Mapping[str, Any], check: Callable[[Communicator], tuple[st
             raise refusal
         return check(comm)
 
-    for name, axis in axes.items():
+    for name, axis in axes:
         try:
             group, result, _ = enter(name, axis, checked)
             groups.append(group)

@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,49 +22,26 @@ from fompi.backends.numbers import widen
 from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import accumulator
 from fompi.engine.communicator import Communicator
-from fompi.parallel.arrays import Array, arrived, borrow, borrow_gradient, enter, follow, give, lent, zeros
+from fompi.parallel.arrays import Array, Kept, arrived, borrow, enter_axes, give, lent, zeros
 from fompi.parallel.attention import Rule, check_heads
 from fompi.parallel.differentiable import Differentiable, Gradients
 from fompi.parallel.heads import Deal, Returns, ToHeads, query_heads, return_all
 from fompi.parallel.local import LocalAttention, check_kernel
 from fompi.parallel.ring import AttentionRing
-from fompi.parallel.section import has_ended
 from fompi.parallel.sharding import LAYOUTS, Sharding, check_ranks, check_sharding, check_tokens, in_few_words
 from fompi.parallel.ulysses import Tokens, UlyssesSlice, one_after_another
-from fompi.tensors.dlpack import Tensor
 
 __all__ = ["LAYOUTS", "Sharding", "ring_attention", "ulysses_attention", "usp_attention"]
 
 # ------------------------------------------------------------------------------------------ what all three share
 
 
-@dataclass
-class Saved:
-    """What the backward needs: the tensors, and what each step keeps, in the dtype of q."""
-
-    tensors: tuple[Tensor, Tensor, Tensor]
-    local: LocalAttention
-    shape: tuple[int, ...]
-    comms: tuple[Communicator, ...]
-    steps: Any = None
-
-    @property
-    def dtype(self) -> str:
-        return self.tensors[0].dtype
-
-    @property
-    def like(self) -> Tensor:
-        return self.tensors[0]
+Check = tuple[str, int, Kept]
 
 
 def _check(
-    tensors: Sequence[Any],
-    sharding: Any,
-    rank: int,
-    causal: bool,
-    scale: float | None,
-    attention: Any,
-) -> tuple[str, int, Saved]:
+    tensors: Sequence[Any], sharding: Any, rank: int, causal: bool, scale: float | None, attention: Any
+) -> Check:
     """The tensors of this rank, checked, and a text that must be the same on all ranks."""
     q, k, v = tensors
     tq = borrow(q, "q", None, 3)
@@ -82,30 +58,25 @@ def _check(
         )
     text = f"{in_few_words(sharding)}, {tq.dtype}, {heads} and {kv_heads} heads, d={d}, e={e}, {causal=}, {scale=}"
     local = LocalAttention(Rule(bool(causal), scale, sharding.cu_seqlens), tq.dtype, tq, attention)
-    saved = Saved(borrowed, local, (len(tq.array), heads, e), ())
-    return text, 0, saved
+    return text, 0, Kept(tq, (len(tq.array), heads, e), tensors=borrowed, local=local)
 
 
-def _enter_backward(name: str, saved: Saved, do: Any) -> Array:
+def _enter(name: str, comm: Any, tensors: Sequence[Any], sharding: Sharding, *how: Any) -> Kept:
+    """What a strategy on one communicator keeps, once all ranks have begun it."""
+
+    def check(comm: Communicator) -> Check:
+        check_ranks(sharding, comm.size)
+        return _check(tensors, sharding, comm.rank, *how)
+
+    comms, saved = enter_axes([(name, comm)], check)
+    saved.comms = comms
+    return saved
+
+
+def _enter_backward(name: str, saved: Kept, do: Any) -> Array:
     """The gradient of the result as an array, once all ranks have begun this backward."""
-    refusal: Exception | None = None
-    array: Array = np.empty(0)
-
-    def check(comm: Communicator) -> tuple[str, int, Array]:
-        if refusal is not None:
-            raise refusal
-        follow(saved)
-        return "", 0, borrow_gradient(do, saved.dtype, saved.shape, saved.like)
-
-    for comm in saved.comms:
-        try:
-            array = enter(f"the backward of {name}", comm, check)[1]
-        except Exception as error:
-            refusal = refusal or error
-            if has_ended(error):  # all ranks hear of it by themselves
-                break
-    if refusal is not None:
-        raise refusal
+    axes = [(f"the backward of {name}", comm) for comm in saved.comms]
+    array: Array = enter_axes(axes, lambda _: ("", 0, saved.gradient(do)))[1]
     return array
 
 
@@ -113,7 +84,7 @@ def _reads(heads: int, kv_heads: int) -> list[int]:
     return [head // (heads // kv_heads) for head in range(heads)]
 
 
-def _give(gradients: Sequence[Array], saved: Saved) -> Gradients:
+def _give(gradients: Sequence[Array], saved: Kept) -> Gradients:
     return tuple(give(gradient, tensor) for gradient, tensor in zip(gradients, saved.tensors, strict=True))
 
 
@@ -130,7 +101,7 @@ def _ring(
     causal: bool = False,
     scale: float | None = None,
     attention: Any = None,
-) -> tuple[Any, Saved]:
+) -> tuple[Any, Kept]:
     """o = softmax(scale * q @ all keys.T) @ all values
 
     q: (tokens of this rank, heads, d). k: (tokens of this rank, key/value heads, d). v: (tokens of this rank, key/value
@@ -145,21 +116,16 @@ def _ring(
     keys and values are rounded alike at each step, their gradients once at each step.
     Raises LayoutError, ShapeError or DtypeError on all ranks, or MismatchError if only other ranks refuse.
     """
-
-    def check(comm: Communicator) -> tuple[str, int, Saved]:
-        check_ranks(sharding, comm.size)
-        return _check((q, k, v), sharding, comm.rank, causal, scale, attention)
-
-    group, saved, _ = enter("ring_attention", comm, check)
-    saved.comms = (group,)
+    saved = _enter("ring_attention", comm, (q, k, v), sharding, causal, scale, attention)
+    (group,) = saved.comms
     q, k, v = (tensor.array for tensor in saved.tensors)
     at = [sharding.indices(rank) for rank in range(group.size)]
     reads = _reads(q.shape[1], k.shape[1])
     o, saved.steps = AttentionRing(saved.local, group).run(q, k, v, at, reads)
-    return lent(o.copy(), saved.like), saved  # the backward needs o as it is
+    return lent(o.copy(), saved.x), saved  # the backward needs o as it is
 
 
-def _ring_backward(saved: Saved, do: Any) -> Gradients:
+def _ring_backward(saved: Kept, do: Any) -> Gradients:
     array = _enter_backward("ring_attention", saved, do)
     ring = AttentionRing(saved.local, saved.comms[0])
     return _give(ring.backward(saved.steps, array), saved)
@@ -178,7 +144,7 @@ def _ulysses(
     causal: bool = False,
     scale: float | None = None,
     attention: Any = None,
-) -> tuple[Any, Saved]:
+) -> tuple[Any, Kept]:
     """o = softmax(scale * q @ all keys.T) @ all values
 
     q: (tokens of this rank, heads, d). k: (tokens of this rank, key/value heads, d). v: (tokens of this rank, key/value
@@ -194,13 +160,8 @@ def _ulysses(
     A key/value head is on every rank that has one of its query heads.
     Raises LayoutError, ShapeError or DtypeError on all ranks, or MismatchError if only other ranks refuse.
     """
-
-    def check(comm: Communicator) -> tuple[str, int, Saved]:
-        check_ranks(sharding, comm.size)
-        return _check((q, k, v), sharding, comm.rank, causal, scale, attention)
-
-    group, saved, _ = enter("ulysses_attention", comm, check)
-    saved.comms = (group,)
+    saved = _enter("ulysses_attention", comm, (q, k, v), sharding, causal, scale, attention)
+    (group,) = saved.comms
     arrays = [tensor.array for tensor in saved.tensors]
     (_, heads, d), (_, kv_heads, e) = arrays[0].shape, arrays[2].shape
     deal = Deal(heads, kv_heads, group)
@@ -211,10 +172,10 @@ def _ulysses(
         saved.steps, lambda part: part.fetch(*arrays), lambda part, arriving, then: part.forward(arriving, result, then)
     ):
         returns.add()
-    return give(result, saved.tensors[0]), saved
+    return give(result, saved.x), saved
 
 
-def _ulysses_backward(saved: Saved, do: Any) -> Gradients:
+def _ulysses_backward(saved: Kept, do: Any) -> Gradients:
     array = _enter_backward("ulysses_attention", saved, do)
     group, (tq, tk, tv) = saved.comms[0], (tensor.array for tensor in saved.tensors)
     all_q = zeros(group, tq.shape, accumulator(saved.dtype), tq)
@@ -243,7 +204,7 @@ def _usp(
     causal: bool = False,
     scale: float | None = None,
     attention: Any = None,
-) -> tuple[Any, Saved]:
+) -> tuple[Any, Kept]:
     """o = softmax(scale * q @ all keys.T) @ all values
 
     The tensors and `attention` are those of `ring_attention`. `ring` and `ulysses` are the axes of a mesh:
@@ -251,13 +212,8 @@ def _usp(
     the ring.
     Raises LayoutError, ShapeError or DtypeError on all ranks, or MismatchError if only other ranks refuse.
     """
-    refusal: Exception | None = None
-    saved: Saved | None = None
-    axes: list[Communicator] = []
 
-    def check(comm: Communicator) -> tuple[str, int, Saved]:
-        if refusal is not None:
-            raise refusal
+    def check(_: Communicator) -> Check:
         check_sharding(sharding)
         around, across = Communicator.of(ring), Communicator.of(ulysses)
         if (around.size, across.size) != (sharding.ring, sharding.ulysses):
@@ -268,17 +224,8 @@ def _usp(
         rank = around.rank * across.size + across.rank
         return _check((q, k, v), sharding, rank, causal, scale, attention)
 
-    for name, axis in (("ulysses", ulysses), ("ring", ring)):
-        try:  # a refusal of one rank reaches the ranks of its row, and by them all others
-            group, saved, _ = enter(f"usp_attention, {name}=", axis, check)
-            axes.append(group)
-        except Exception as error:
-            refusal = refusal or error
-            if has_ended(error):  # all ranks hear of it by themselves
-                break
-    if refusal is not None or saved is None:
-        raise refusal  # type: ignore[misc]
-    saved.comms = across, around = (axes[0], axes[1])
+    comms, saved = enter_axes([("usp_attention, ulysses=", ulysses), ("usp_attention, ring=", ring)], check)
+    saved.comms = across, around = comms
     dtype, (q, k, v) = saved.dtype, (tensor.array for tensor in saved.tensors)
     deal = Deal(q.shape[1], k.shape[1], across)
     rows = [len(sharding.indices(around.rank * across.size + rank)) for rank in range(across.size)]
@@ -292,10 +239,10 @@ def _usp(
     result = zeros(across, saved.shape, accumulator(dtype), o)
     return_all(widen(o, dtype), Returns(rows, queries, result, dtype, across))
     saved.steps = step, deal, rows
-    return give(result, saved.tensors[0]), saved
+    return give(result, saved.x), saved
 
 
-def _usp_backward(saved: Saved, do: Any) -> Gradients:
+def _usp_backward(saved: Kept, do: Any) -> Gradients:
     array = _enter_backward("usp_attention", saved, do)
     (step, deal, rows), dtype, (across, around), (tq, tk, tv) = saved.steps, saved.dtype, saved.comms, saved.tensors
     wide = accumulator(dtype)

@@ -10,6 +10,7 @@ row-parallel layer, a shared key head) gets the sum over its holders.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -128,8 +129,7 @@ def _attention(
         d = max(enter("attention: the length of a head", group, lambda _: ("", d, None))[2])
     if rule.cu_seqlens is not None:
         check_documents(rule.cu_seqlens, sum(counts))
-    rank, size, dtype = group.rank, group.size, tx.dtype
-    mine, keys = heads_of(rank, size, heads, kv_heads)
+    dtype, (mine, keys) = tx.dtype, heads_of(group.rank, group.size, heads, kv_heads)
     total, between, batch = sum(counts), tx.array.shape[1:-1], prod(tx.array.shape[1:-1])
     arrays = [w.array for w in weights]
     _, projected = call(all_gather_matmul_many, tx.array, arrays[:3], dtype=dtype, comm=group)
@@ -147,19 +147,7 @@ def _attention(
         return o[rows].reshape(end - begin, *between, len(mine) * d)
 
     if query_split:
-        first = offsets(counts)
-        arrive: list[Any] = []
-        for distance in range(1, size + 1):  # the queries of the next rank first, those of this rank last
-            owner, source = (rank + distance) % size, (rank - distance) % size
-            term = wide_product(attend_to(first[owner], first[owner + 1]), arrays[3], dtype)
-            if owner != rank:
-                there, here = owner if counts[owner] else None, source if counts[rank] else None
-                arrive.append(transfer(term, there, here, accumulator(dtype), group))
-        for pending in arrive:
-            other = arrived(pending)
-            if counts[rank]:
-                add(term, other)
-        y = narrow(term, dtype)
+        y = _rows_of_owners(attend_to, arrays[3], counts, dtype, group)
     else:
         y = call(matmul_reduce_scatter, attend_to(0, total), arrays[3], counts=counts, dtype=dtype, comm=group)
     saved = Kept(
@@ -167,6 +155,29 @@ def _attention(
         local=local, reads=reads, q=q, k=k, v=v, o=o, lse=lse, shape=y.shape,
     )  # fmt: skip
     return lent(y, tx), saved
+
+
+def _rows_of_owners(
+    attend_to: Callable[[int, int], Array], wo: Array, counts: Sequence[int], dtype: str, comm: Communicator
+) -> Array:
+    """reduce_scatter(attend_to(all queries) @ wo): for the queries of one rank after the other, those of this one last.
+
+    A result leaves for its rank while the next one is computed.
+    """
+    rank, size, first = comm.rank, comm.size, offsets(counts)
+    arrive: list[Any] = []
+    for distance in range(1, size + 1):
+        owner, source = (rank + distance) % size, (rank - distance) % size
+        term = wide_product(attend_to(first[owner], first[owner + 1]), wo, dtype)
+        if owner != rank:
+            there, here = owner if counts[owner] else None, source if counts[rank] else None
+            arrive.append(transfer(term, there, here, accumulator(dtype), comm))
+    for pending in arrive:
+        other = arrived(pending)
+        if counts[rank]:
+            add(term, other)
+    y: Array = narrow(term, dtype)
+    return y
 
 
 def _attention_inner(saved: Kept, do: Array) -> Array:
