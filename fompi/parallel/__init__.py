@@ -6,7 +6,7 @@
 | `pipeline` | pipeline parallelism: orders of micro-batches, and stages that run in such an order |
 | `order_files` | the files of orders that torch writes: are they right? |
 | `leaves` | gradients that are added in a tree over micro-batches; sums that no order changes |
-| `step`, `step_layers` | a whole step as one plan, and the layers of it that a program provides |
+| `step` | a whole step as one plan, of layers that a program provides |
 | `step_plan`, `step_problem` | this plan: gathers, stages, layers with their messages, sums, updates; what is right |
 | `stages`, `planned` | what both plans have in common: who writes them, and how they run and end |
 | `tensor` | tensor parallelism with sequence parallelism: linear layers, attention, vocabulary |

@@ -31,7 +31,6 @@ import torch
 import torch.nn.functional as F
 from torch.nn import init
 
-from fompi.base.call_options import in_words
 from fompi.base.errors import LayoutError, PlanError, ShapeError
 from fompi.base.layout import offsets, split
 from fompi.engine.communicator import Communicator
@@ -45,7 +44,6 @@ from fompi.torch.checkpoint import clip_grad_norm_, full_state_dict, load_full_s
 from fompi.torch.sharded import (
     PartLayout,
     Sharded,
-    ShardedWeight,
     check_activation,
     enter_module,
     fill_linear,
@@ -99,32 +97,25 @@ class ColumnParallelLinear(Sharded):
         dtype: Any = None,
         **how: Any,
     ):
-        factory = {"device": device, "dtype": dtype}
+        how |= {"device": device, "dtype": dtype}
         sizes = {"in_features": in_features, "out_features": out_features}
         options = {"bias": bool(bias), "activation": activation, "sequence_parallel": sequence_parallel}
 
         def check(_: Communicator) -> None:
             check_activation(activation, out_features)
 
-        super().__init__(enter_module("ColumnParallelLinear", comm, factory, sizes, options, how, check))
+        super().__init__(*enter_module("ColumnParallelLinear", comm, sizes, options, how, check))
         self.in_features, self.out_features, self.activation = in_features, out_features, activation
         self.sequence_parallel = sequence_parallel
         halves = 2 if activation == "swiglu" else 1
         runs = runs_of(split(out_features // halves, self.comm.size), halves)
         full = PartLayout((out_features, in_features), 0, runs)
-        _draw_linear(self, full, PartLayout((out_features,), 0, runs), bias, factory)
+        _draw_linear(self, full, PartLayout((out_features,), 0, runs), bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         how = options_of(self, "activation", "comm", "sequence_parallel")
         y: torch.Tensor = tensor.column_parallel_linear(x, self.weight.T, self.bias, **how)
         return y
-
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features} ({self.on_rank(len(self.weight))}), "
-            f"bias={self.bias is not None}, activation={self.activation}, sequence_parallel={self.sequence_parallel}"
-            f"{in_words(self.comm.how)}"
-        )
 
 
 class RowParallelLinear(Sharded):
@@ -162,15 +153,15 @@ class RowParallelLinear(Sharded):
                     f"order={order_on(comm)}: with reduce=False the product is that of torch, without leaves"
                 )
 
-        factory = {"device": device, "dtype": dtype}
+        how |= {"device": device, "dtype": dtype}
         sizes = {"in_features": in_features, "out_features": out_features}
         options = {"bias": bool(bias), "sequence_parallel": sequence_parallel} | ({} if reduce else {"reduce": False})
-        super().__init__(enter_module("RowParallelLinear", comm, factory, sizes, options, how, check))
+        super().__init__(*enter_module("RowParallelLinear", comm, sizes, options, how, check))
         self.reduce = bool(reduce)
         self.in_features, self.out_features = in_features, out_features
         self.sequence_parallel = sequence_parallel
         runs = runs_of(split(in_features, self.comm.size))
-        _draw_linear(self, PartLayout((out_features, in_features), 1, runs), PartLayout((out_features,)), bias, factory)
+        _draw_linear(self, PartLayout((out_features, in_features), 1, runs), PartLayout((out_features,)), bias)
 
     def forward(self, x: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         if not self.reduce:
@@ -179,27 +170,18 @@ class RowParallelLinear(Sharded):
         y: torch.Tensor = tensor.row_parallel_linear(x, self.weight.T, self.bias, counts=counts, **how)
         return y
 
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features} ({self.on_rank(self.weight.shape[1])}), out_features={self.out_features}, "
-            f"bias={self.bias is not None}, sequence_parallel={self.sequence_parallel}"
-            f"{in_words(self.comm.how)}"
-        )
-
 
 def options_of(module: torch.nn.Module, *names: str) -> dict[str, Any]:
     """What a module keeps under these names: options of its strategy."""
     return {name: getattr(module, name) for name in names}
 
 
-def _draw_linear(
-    module: Sharded, weight: PartLayout, bias: PartLayout, has_bias: bool, factory: dict[str, Any]
-) -> None:
+def _draw_linear(module: Sharded, weight: PartLayout, bias: PartLayout, has_bias: bool) -> None:
     """weight and bias, drawn as `torch.nn.Linear` does."""
     bound = 1 / sqrt(weight.shape[1])
-    module.draw("weight", weight, fill_linear, factory)
+    module.draw("weight", weight, fill_linear)
     if has_bias:
-        module.draw("bias", bias, lambda full: init.uniform_(full, -bound, bound), factory)
+        module.draw("bias", bias, lambda full: init.uniform_(full, -bound, bound))
     else:
         module.register_parameter("bias", None)
 
@@ -259,17 +241,12 @@ class _Norm(Sharded):
     """A norm over the features of each row, with parameters that every rank holds."""
 
     def __init__(self, features: int, eps: float, names: Sequence[str], comm: Any, how: dict[str, Any]):
-        factory = {"device": how.pop("device"), "dtype": how.pop("dtype")}
         options = {"eps": eps, "parameters": [*names]}
-        super().__init__(enter_module(type(self).__name__, comm, factory, {"features": features}, options, how))
+        super().__init__(*enter_module(type(self).__name__, comm, {"features": features}, options, how))
         self.features, self.eps = features, eps
         self._order, self._leaves = order_on(self.comm), leaves_of(self.comm)
         for name in names:
-            self.draw(name, PartLayout((features,)), init.ones_ if name == "weight" else init.zeros_, factory)
-
-    def extra_repr(self) -> str:
-        words = f"features={self.features}, eps={self.eps}, {' and '.join(self.layouts)} on all {self.comm.size} ranks"
-        return words + in_words(self.comm.how)
+            self.draw(name, PartLayout((features,)), init.ones_ if name == "weight" else init.zeros_)
 
     def normed(self, x: torch.Tensor, norm: Callable[..., torch.Tensor]) -> torch.Tensor:
         """norm(x, the parameters), whose gradients are summed over the ranks; with leaves, leaf by leaf."""
@@ -376,7 +353,7 @@ class AllReduceRMSNorm(_Norm):
 # ----------------------------------------------------------------------------------------------------- attention
 
 
-class ParallelAttention(torch.nn.Module):
+class ParallelAttention(Sharded):
     """q, k, v = all_gather(x) @ wq.T, wk.T, wv.T; y = reduce_scatter(softmax(q @ k.T * scale) @ v @ wo.T)
 
     x and y: (rows of this rank, ..., embed_dim), the tokens in order, Shard(0); dimensions between are a batch. The
@@ -405,7 +382,6 @@ class ParallelAttention(torch.nn.Module):
         dtype: Any = None,
         **how: Any,
     ):
-        super().__init__()
         keys = heads if kv_heads is None else kv_heads
 
         def check(_: Communicator) -> None:
@@ -413,15 +389,16 @@ class ParallelAttention(torch.nn.Module):
             if head_dim is None and embed_dim % heads:
                 raise LayoutError(f"embed_dim={embed_dim} is no multiple of heads={heads}: pass head_dim=")
 
-        factory = {"device": device, "dtype": dtype}
+        how |= {"device": device, "dtype": dtype}
         sizes = {"embed_dim": embed_dim, "heads": heads, "kv_heads": keys}
         sizes |= {} if head_dim is None else {"head_dim": head_dim}
         options = {"causal": causal, "scale": scale, "query_split": query_split}
-        group = enter_module("ParallelAttention", comm, factory, sizes, options, how, check)
-        self.comm, self.embed_dim, self.heads, self.kv_heads = group, embed_dim, heads, keys
+        super().__init__(*enter_module("ParallelAttention", comm, sizes, options, how, check))
+        self.embed_dim, self.heads, self.kv_heads = embed_dim, heads, keys
         self.head_dim = d = embed_dim // heads if head_dim is None else head_dim
         self.causal, self.scale, self.query_split = causal, scale, query_split
-        held = [tensor.heads_of(rank, group.size, heads, keys) for rank in range(group.size)]
+        size = self.comm.size
+        held = [tensor.heads_of(rank, size, heads, keys) for rank in range(size)]
         q, kv = ([[range(part[i].start * d, part[i].stop * d)] for part in held] for i in (0, 1))
         layouts = {
             "q_proj": PartLayout((heads * d, embed_dim), 0, q),
@@ -430,21 +407,13 @@ class ParallelAttention(torch.nn.Module):
             "o_proj": PartLayout((embed_dim, heads * d), 1, q),
         }
         for name, layout in layouts.items():
-            self.add_module(name, ShardedWeight(group, factory, weight=layout))
+            self.add_module(name, self.weights(weight=layout))
 
     def forward(self, x: torch.Tensor, cu_seqlens: Any = None) -> torch.Tensor:
         weights = (getattr(self, f"{name}_proj").weight.T for name in "qkvo")
         how = options_of(self, "heads", "kv_heads", "comm", "causal", "scale", "query_split")
         y: torch.Tensor = tensor.attention(x, *weights, cu_seqlens=cu_seqlens, **how)
         return y
-
-    def extra_repr(self) -> str:
-        mine, keys = tensor.heads_of(self.comm.rank, self.comm.size, self.heads, self.kv_heads)
-        return (
-            f"embed_dim={self.embed_dim}, heads={self.heads}, kv_heads={self.kv_heads} ({len(mine)} and {len(keys)} on "
-            f"rank {self.comm.rank} of {self.comm.size}), head_dim={self.head_dim}, causal={self.causal}"
-            f"{in_words(self.comm.how)}"
-        )
 
 
 # ---------------------------------------------------------------------------------------------------- vocabulary
@@ -473,31 +442,24 @@ class VocabParallelEmbedding(Sharded):
         **how: Any,
     ):
         sizes = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
-        factory = {"device": device, "dtype": dtype}
+        how |= {"device": device, "dtype": dtype}
         options = {"sequence_parallel": sequence_parallel}
-        super().__init__(enter_module("VocabParallelEmbedding", comm, factory, sizes, options, how))
+        super().__init__(*enter_module("VocabParallelEmbedding", comm, sizes, options, how))
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.sequence_parallel = sequence_parallel
         runs = runs_of(split(num_embeddings, self.comm.size))
-        self.draw("weight", PartLayout((num_embeddings, embedding_dim), 0, runs), init.normal_, factory)
+        self.draw("weight", PartLayout((num_embeddings, embedding_dim), 0, runs), init.normal_)
 
     def forward(self, tokens: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         how = options_of(self, "comm", "sequence_parallel")
         y: torch.Tensor = tensor.vocab_parallel_embedding(tokens, self.weight, counts=counts, **how)
         return y
 
-    def extra_repr(self) -> str:
-        return (
-            f"num_embeddings={self.num_embeddings} ({self.on_rank(len(self.weight))}), "
-            f"embedding_dim={self.embedding_dim}, sequence_parallel={self.sequence_parallel}"
-            f"{in_words(self.comm.how)}"
-        )
-
 
 # ------------------------------------------------------------------------------------------------------- experts
 
 
-class MoE(torch.nn.Module):
+class MoE(Sharded):
     """y[i] = sum(weight[i, e] * experts.w2[e] @ activation(experts.w1[e] @ x[i]) for e in the k best experts of x[i])
 
     x and y: (rows of this rank, ..., features). The weights are the softmax of x @ router.weight.T over all experts,
@@ -533,7 +495,6 @@ class MoE(torch.nn.Module):
         dtype: Any = None,
         **how: Any,
     ):
-        super().__init__()
         sizes = {"features": features, "ffn": ffn, "experts": experts, "k": k}
         sizes |= {} if shared is None else {"shared": shared}
 
@@ -541,31 +502,22 @@ class MoE(torch.nn.Module):
             check_activation(activation)
             check_choice(experts, k, capacity_factor, policy)
 
-        factory = {"device": device, "dtype": dtype}
-        self.options = {
-            "k": k,
-            "activation": activation,
-            "normalize": normalize,
-            "capacity_factor": capacity_factor,
-            "policy": policy,
-            "microbatches": microbatches,
-        }
-        self.comm = group = enter_module("MoE", comm, factory, sizes, self.options, how, check)
+        how |= {"device": device, "dtype": dtype}
+        options = {"k": k, "activation": activation, "normalize": normalize}
+        options |= {"capacity_factor": capacity_factor, "policy": policy, "microbatches": microbatches}
+        super().__init__(*enter_module("MoE", comm, sizes, options, how, check))
+        self.options = options
         self.features, self.ffn, self.num_experts = features, ffn, experts
         self.tokens_per_expert, self.dropped = None, 0
         wide = 2 if activation == "swiglu" else 1
-        runs = runs_of(split(experts, group.size))
-        self.router = ShardedWeight(group, factory, weight=PartLayout((experts, features)))
-        self.experts = ShardedWeight(
-            group,
-            factory,
-            w1=PartLayout((experts, wide * ffn, features), 0, runs),
-            w2=PartLayout((experts, features, ffn), 0, runs),
-        )
-        self.shared: ShardedWeight | None = None
+        runs = runs_of(split(experts, self.comm.size))
+        self.router = self.weights(weight=PartLayout((experts, features)))
+        w1 = PartLayout((experts, wide * ffn, features), 0, runs)
+        self.experts = self.weights(w1=w1, w2=PartLayout((experts, features, ffn), 0, runs))
+        self.shared: Sharded | None = None
         if shared is not None:
-            both = {"w1": PartLayout((wide * shared, features)), "w2": PartLayout((features, shared))}
-            self.shared = ShardedWeight(group, factory, **both)
+            w1, w2 = PartLayout((wide * shared, features)), PartLayout((features, shared))
+            self.shared = self.weights(w1=w1, w2=w2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         w1, w2 = (w.transpose(1, 2) for w in (self.experts.w1, self.experts.w2))
@@ -577,11 +529,3 @@ class MoE(torch.nn.Module):
 
     def _note(self, saved: Any) -> None:
         self.tokens_per_expert, self.dropped = saved.tokens_per_expert, saved.dropped
-
-    def extra_repr(self) -> str:
-        here = len(self.experts.w1)
-        return (
-            f"features={self.features}, ffn={self.ffn}, experts={self.num_experts} ({here} on rank {self.comm.rank} of "
-            f"{self.comm.size}), k={self.options['k']}, activation={self.options['activation']}"
-            f"{in_words(self.comm.how)}"
-        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import sqrt
@@ -81,24 +81,40 @@ def runs_of(counts: Sequence[int], copies: int = 1) -> list[list[range]]:
 
 
 class Sharded(torch.nn.Module):
-    """A module that holds parts of parameters: `layouts[name]` says which."""
+    """A module that holds parts of parameters: `layouts[name]` says which.
 
-    def __init__(self, comm: Communicator):
+    `factory` are the device and the dtype of its parameters. It prints its `arguments` and its parts.
+    """
+
+    def __init__(self, comm: Communicator, factory: dict[str, Any], arguments: Mapping[str, Any] | None = None):
         super().__init__()
-        self.comm = comm
+        self.comm, self.factory, self.arguments = comm, factory, dict(arguments or {})
         self.layouts: dict[str, PartLayout] = {}
 
-    def draw(self, name: str, layout: PartLayout, fill: Callable[[torch.Tensor], Any], factory: dict[str, Any]) -> None:
+    def weights(self, **layouts: PartLayout) -> Sharded:
+        """A module for linear layers without bias: `weight`, or several names."""
+        made = Sharded(self.comm, self.factory)
+        for name, layout in layouts.items():
+            made.draw(name, layout, fill_linear)
+        return made
+
+    def draw(self, name: str, layout: PartLayout, fill: Callable[[torch.Tensor], Any]) -> None:
         """Draw the full parameter, and keep the part of this rank. All ranks draw the same numbers."""
-        full = torch.empty(layout.shape, **factory)
+        full = torch.empty(layout.shape, **self.factory)
         if not full.is_meta:
             with torch.no_grad():
                 fill(full)
         self.layouts[name] = layout
         self.register_parameter(name, torch.nn.Parameter(layout.shard(full, self.comm.rank)))
 
-    def on_rank(self, n: int) -> str:
-        return f"{n} on rank {self.comm.rank} of {self.comm.size}"
+    def extra_repr(self) -> str:
+        words = [f"{name}={value}" for name, value in self.arguments.items()]
+        for name, layout in self.layouts.items():
+            here = layout.shape_on(self.comm.rank)
+            words.append(f"{name}: {here}" + (f" of {layout.shape}" if layout.dim is not None else ""))
+        if self.arguments:
+            words.append(f"rank {self.comm.rank} of {self.comm.size}{in_words(self.comm.how)}")
+        return ", ".join(words)
 
 
 def fill_linear(weight: torch.Tensor) -> None:
@@ -107,42 +123,29 @@ def fill_linear(weight: torch.Tensor) -> None:
         init.kaiming_uniform_(w, a=sqrt(5))
 
 
-class ShardedWeight(Sharded):
-    """Linear layers without bias: `weight`, or several names. Programs do not make one: it holds a part of a module."""
-
-    def __init__(self, comm: Communicator, factory: dict[str, Any], **layouts: PartLayout):
-        super().__init__(comm)
-        for name, layout in layouts.items():
-            self.draw(name, layout, fill_linear, factory)
-
-    def extra_repr(self) -> str:
-        return ", ".join(
-            f"{name}: {layout.shape}" + (f", {layout.shape_on(self.comm.rank)} here" if layout.dim is not None else "")
-            for name, layout in self.layouts.items()
-        )
-
-
 def enter_module(
     name: str,
     comm: Any,
-    factory: dict[str, Any],
     sizes: dict[str, Any],
     options: dict[str, Any],
     how: dict[str, Any],
     check: Callable[[Communicator], None] = lambda comm: None,
-) -> Communicator:
+) -> tuple[Communicator, dict[str, Any], dict[str, Any]]:
     """All ranks make the module `name` with the same arguments and the same random numbers, or all raise.
 
-    `how` are the keywords of its calls, which the communicator carries from then on. `check` looks at that.
+    `how` are the device and the dtype, and the keywords of its calls, which the communicator carries from then on.
+    `check` looks at that. Returns what `Sharded` takes.
     """
+    factory = {key: how.pop(key) for key in ("device", "dtype")}
+    arguments = sizes | options
 
     def agreed(comm: Communicator) -> tuple[str, int, Communicator]:
-        known = [*sizes, *options, *OF_COMMUNICATOR]
         for key in how:
             if key not in OF_COMMUNICATOR:
-                raise ArgumentError(f"{name} has no argument {key!r}{meant(key, known, '; did you mean {!r}?')}")
+                words = meant(key, [*arguments, *OF_COMMUNICATOR], "; did you mean {!r}?")
+                raise ArgumentError(f"{name} has no argument {key!r}{words}")
         for key, n in sizes.items():
-            if not is_positive(n):
+            if (integer(n) or 0) < 1:
                 raise LayoutError(f"{key}={n!r} must be an integer > 0")
         empty = torch.empty(0, **factory)
         if (dtype := str(empty.dtype).removeprefix("torch.")) not in FLOATS:
@@ -152,19 +155,14 @@ def enter_module(
         wire_of(how.get("wire"), dtype)
         carrier = comm.using(**how)
         check(carrier)
-        words = ", ".join(f"{key}={value!r}" for key, value in (sizes | options).items()) + in_words(carrier.how)
+        words = ", ".join(f"{key}={value!r}" for key, value in arguments.items()) + in_words(carrier.how)
         if empty.device.type != "meta":
             numbers = torch.get_rng_state() if empty.device.type == "cpu" else torch.cuda.get_rng_state(empty.device)
             state = digest(numbers.numpy().tobytes().hex())
             words += detail("the random state of torch (call torch.manual_seed alike on all ranks)", "", state)
         return f"{words}, {dtype}", 0, carrier
 
-    group: Communicator = enter(name, comm, agreed)[1]
-    return group
-
-
-def is_positive(n: Any) -> bool:
-    return integer(n) is not None and n > 0
+    return enter(name, comm, agreed)[1], factory, arguments
 
 
 def check_activation(activation: str, features: int | None = None) -> None:
