@@ -5,9 +5,9 @@
     with TrainingStep(make, layers=8, mesh=mesh, comm=comm, **how) as step:
         losses = step(inputs, targets)               # of the micro-batches, on the ranks of the last stage
 
-`make(l)` is layer l of the model on this rank of tp: an object with `parameters`, a list of arrays, and the methods
-of its `kind`. `weights` are as `parameters`, with the numbers of this step, and `gradients` those of them: None for one that
-a method does not read. `saved` is what a backward needs. A term is that of this rank of tp.
+`make(l)` is layer l of the model on this rank of tp: an object with `parameters`, a list of arrays, and the methods of
+its `kind`. `weights` are as `parameters`, with the numbers of this step, and `gradients` those of them: None for one
+that a method does not read. `saved` is what a backward needs. A term is that of this rank of tp.
 
     "rows", the default: y = x + sum over tp of the terms, for each row on its own
         forward(weights, x) -> (term, saved)
@@ -30,8 +30,9 @@ a method does not read. `saved` is what a backward needs. A term is that of this
         backward(weights, saved) -> gradients                               # later, when the pipeline runs empty
 
 Without `residual` y is the sum alone. A layer without tensor parallelism is one term. The first layer may return None
-as dx. An embedding and a head have the same parameters on all ranks of tp. With `stay = True` parameters stay on this rank
-between steps, and are gathered as soon as they are updated, instead of at the next use; of others it keeps a part.
+as dx. An embedding and a head have the same parameters on all ranks of tp. With `stay = True` parameters stay on this
+rank between steps, and are gathered as soon as they are updated, instead of at the next use; of others it keeps a
+part.
 """
 
 from __future__ import annotations
