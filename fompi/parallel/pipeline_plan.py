@@ -46,6 +46,7 @@ Shape = tuple[int, ...]
 class PipelineProblem(OwnProblem):
     """Every micro-batch goes forward and backward through all stages, and adds to the gradients of each one once.
 
+    The operation "evaluation" goes forward only, and keeps nothing for a backward: what stages compute is the result.
     `activations[s]` is the shape of what stage s hands on. `split` are the (stage, micro-batch) whose backward has two
     parts. `placement` says which stages a rank has (`fompi.model.pipeline.PLACEMENTS`). `wire` is the form in which
     messages carry what is handed on.
@@ -56,6 +57,10 @@ class PipelineProblem(OwnProblem):
     split: tuple[tuple[int, int], ...] = ()
     placement: str = "loop"
     wire: str = field(default="", kw_only=True)  # type: ignore[misc]
+
+    @property
+    def is_evaluation(self) -> bool:
+        return self.operation == "evaluation"
 
     @property
     def stages(self) -> int:
@@ -82,15 +87,19 @@ class PipelineProblem(OwnProblem):
     def _gradients(self) -> dict[int, Value]:
         """The terms of the gradients of each stage: one for each micro-batch, as one process would make it."""
         found: defaultdict[int, list[Value]] = defaultdict(list)
-        split, last = set(self.split), self.stages - 1
+        split, last, forward = set(self.split), self.stages - 1, KERNELS["E" if self.is_evaluation else "F"]
         for i in range(self.microbatches):
             inputs: list[Value] = [()]  # of each stage
             saved: list[Value] = []
             for s in range(self.stages):
                 operands = [inputs[s]] if s else []
-                results = [(opaque("forward", (s, i), operands, k),) for k in range(1 if s == last else 2)]
+                results = [(opaque(forward, (s, i), operands, k),) for k in range(1 if s == last else 2)]
                 saved.append(results[-1])
                 inputs.append(results[0])
+                if self.is_evaluation:
+                    found[s].append(saved[s])
+            if self.is_evaluation:
+                continue
             gradient: Value = ()  # of the output of the stage
             for s in reversed(range(self.stages)):
                 travelled = [gradient] * (s < last) + [inputs[s]] * (s > 0)
@@ -108,21 +117,6 @@ class PipelineProblem(OwnProblem):
         passed = f" of {[*shapes][0]}" if len(shapes) == 1 else ""  # noqa: RUF015
         wire = f", wire {self.wire}" if self.wire else ""
         return f"{self.operation}({self.dtype}, {self.stages} stages, {self.microbatches} micro-batches{passed}{wire})"
-
-
-class EvaluationProblem(PipelineProblem):
-    """Every micro-batch goes forward through all stages, and nothing is kept for a backward."""
-
-    @cached_property
-    def _gradients(self) -> dict[int, Value]:
-        found: defaultdict[int, list[Value]] = defaultdict(list)
-        for i in range(self.microbatches):
-            operands: list[Value] = []
-            for s in range(self.stages):
-                y, computed = ((opaque("evaluate", (s, i), operands, k),) for k in range(2))
-                found[s].append(y if s == self.stages - 1 else computed)
-                operands = [y]
-        return {stage: total(*values) for stage, values in found.items()}
 
 
 def plan(
@@ -181,7 +175,7 @@ def evaluation(
     if placement == "v":
         listed = [[*sorted(parts(a), key=lambda a: (a.stage + a.microbatch, -a.stage))] for a in listed]
     shapes = _shapes(activations, ranks * chunks)
-    problem = EvaluationProblem(
+    problem = PipelineProblem(
         "evaluation", ranks, dtype, microbatches, shapes, placement=placement, wire=wire_of(wire, dtype)
     )
     return _plan(problem, listed, "in order", seconds or {})

@@ -120,15 +120,14 @@ def _ring(
     (group,) = saved.comms
     q, k, v = (tensor.array for tensor in saved.tensors)
     at = [sharding.indices(rank) for rank in range(group.size)]
-    reads = _reads(q.shape[1], k.shape[1])
-    o, saved.steps = AttentionRing(saved.local, group).run(q, k, v, at, reads)
+    saved.ring = AttentionRing(saved.local, group, at, _reads(q.shape[1], k.shape[1]))
+    o = saved.ring.run(q, k, v)
     return lent(o.copy(), saved.x), saved  # the backward needs o as it is
 
 
 def _ring_backward(saved: Kept, do: Any) -> Gradients:
     array = _enter_backward("ring_attention", saved, do)
-    ring = AttentionRing(saved.local, saved.comms[0])
-    return _give(ring.backward(saved.steps, array), saved)
+    return _give(saved.ring.backward(array), saved)
 
 
 # -------------------------------------------------------------------------------------------------------- Ulysses
@@ -167,9 +166,11 @@ def _ulysses(
     deal = Deal(heads, kv_heads, group)
     nbytes = max(sharding.rows) * (d + (d + e) * kv_heads // heads) * arrays[0].itemsize
     tokens, result = Tokens.of(sharding, group.rank), zeros(group, saved.shape, accumulator(saved.dtype), arrays[0])
-    saved.steps = [UlyssesSlice(part, tokens, saved.local) for part in deal.slices(nbytes)]
+    saved.slices = [UlyssesSlice(part, tokens, saved.local) for part in deal.slices(nbytes)]
     for returns in one_after_another(
-        saved.steps, lambda part: part.fetch(*arrays), lambda part, arriving, then: part.forward(arriving, result, then)
+        saved.slices,
+        lambda part: part.fetch(*arrays),
+        lambda part, arriving, then: part.forward(arriving, result, then),
     ):
         returns.add()
     return give(result, saved.x), saved
@@ -181,7 +182,7 @@ def _ulysses_backward(saved: Kept, do: Any) -> Gradients:
     all_q = zeros(group, tq.shape, accumulator(saved.dtype), tq)
     all_kv = zeros(group, (*tk.shape[:2], tk.shape[2] + tv.shape[2]), accumulator(saved.dtype), tq)
     for keys, queries in one_after_another(
-        saved.steps,
+        saved.slices,
         lambda part: part.fetch_gradient(array),
         lambda part, arriving, then: part.backward(arriving, array, (all_kv, all_q), then),
     ):
@@ -235,20 +236,21 @@ def _usp(
     full_q, full_k, full_v = (np.concatenate(of_all) for of_all in zip(*parts, strict=True))
     to_heads.pending.wait()
     at = [sharding.ring_indices(rank) for rank in range(around.size)]
-    o, step = AttentionRing(saved.local, around).run(full_q, full_k, full_v, at, deal.reads)
+    saved.ring = AttentionRing(saved.local, around, at, deal.reads)
+    o = saved.ring.run(full_q, full_k, full_v)
     result = zeros(across, saved.shape, accumulator(dtype), o)
     return_all(widen(o, dtype), Returns(rows, queries, result, dtype, across))
-    saved.steps = step, deal, rows
+    saved.deal, saved.rows = deal, rows
     return give(result, saved.x), saved
 
 
 def _usp_backward(saved: Kept, do: Any) -> Gradients:
     array = _enter_backward("usp_attention", saved, do)
-    (step, deal, rows), dtype, (across, around), (tq, tk, tv) = saved.steps, saved.dtype, saved.comms, saved.tensors
+    deal, rows, dtype, across, (tq, tk, tv) = saved.deal, saved.rows, saved.dtype, saved.comms[0], saved.tensors
     wide = accumulator(dtype)
     queries, keys = deal.queries, deal.keys
     do = arrived(query_heads(array, deal, dtype))
-    full_dq, dk, dv = AttentionRing(saved.local, around).backward(step, do)
+    full_dq, dk, dv = saved.ring.backward(do)
     dq = zeros(across, tq.array.shape, wide, full_dq)
     dkv = zeros(across, (*tk.array.shape[:2], tk.array.shape[2] + tv.array.shape[2]), wide, dk)
     return_all(full_dq, Returns(rows, queries, dq, dtype, across))
