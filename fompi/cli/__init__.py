@@ -9,7 +9,7 @@
 | `plan.py`      | `plan`: the grid of a plan; also the arguments that describe a problem                     |
 | `simulate.py`  | `simulate`: the predicted trace of a plan, or a whole model step                           |
 | `explain.py`   | `explain`: every candidate schedule on a machine, and why the best one is the best         |
-| `check.py`     | `check`: schedules of other systems; `check_orders.py`: the orders of pipelines            |
+| `check.py`     | `check`: schedules of other systems; `check_actions.py`: the actions of pipelines          |
 | `digest.py`    | `digest`: at which call the bits of two numbers of ranks first differ                      |
 | `layout.py`    | `layout`: the best sizes of all kinds of parallelism for a model                           |
 | `trace.py`     | `trace`: the report and the newest calls of a job, of the file that FOMPI_REPORT wrote     |

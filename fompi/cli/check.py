@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import fompi
 from fompi.base import file_checks
 from fompi.base.errors import LayoutError
-from fompi.cli import check_orders, plan
-from fompi.cli.check_orders import CheckedOrder
+from fompi.cli import check_actions, plan
+from fompi.cli.check_actions import CheckedActions
 from fompi.cli.output import show_json
 from fompi.foreign import msccl
 from fompi.foreign.algorithm import Algorithm, ScheduleError
 from fompi.foreign.proof import Judgement, check
 from fompi.foreign.translate import plan_of
 from fompi.model.machine import Machine
-from fompi.parallel.order_files import is_order
+from fompi.parallel.action_files import lists_actions
 
 EXAMPLE = "{} check allreduce_ring.xml --machine h100-nvlink --nbytes 1000000"
 
@@ -56,23 +56,23 @@ def run(options: argparse.Namespace) -> int:
         raise fompi.PlanError(f"--nbytes {options.nbytes} must be from 1 to 2**40")
     found = [_checked(file, machine, options.nbytes, options.run) for file in options.files]
     if options.json:
-        show_json([each.values() if isinstance(each, CheckedOrder) else _values(each) for each in found])
+        show_json([each.values() if isinstance(each, CheckedActions) else _values(each) for each in found])
     else:
         texts = (
-            each.text() if isinstance(each, CheckedOrder) else _text(each, machine, options.nbytes) for each in found
+            each.text() if isinstance(each, CheckedActions) else _text(each, machine, options.nbytes) for each in found
         )
         print("\n".join(texts))
     return int(not all(each.verdict.is_right and "wrong" not in each.run for each in found))
 
 
-def _checked(file: str, machine: Machine, nbytes: int, runs: bool) -> Checked | CheckedOrder:
+def _checked(file: str, machine: Machine, nbytes: int, runs: bool) -> Checked | CheckedActions:
     path = Path(file)
     try:
         if not path.is_file():
             raise ScheduleError("no such file")
         content = file_checks.read(path)
-        if is_order(text := file_checks.decoded(content)):
-            return check_orders.checked(file, text, runs)
+        if lists_actions(text := file_checks.decoded(content)):
+            return check_actions.checked(file, text, runs)
         algorithm = msccl.read(content)
         verdict = check(algorithm)
     except (ScheduleError, LayoutError, OSError) as error:

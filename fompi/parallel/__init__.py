@@ -3,8 +3,8 @@
 | file | what it holds |
 |---|---|
 | `data` | data parallelism: buckets of gradients that leave during the backward, optimizers, ZeRO 1 to 3 |
-| `pipeline` | pipeline parallelism: orders of micro-batches, and stages that run in such an order |
-| `order_files` | the files of orders that torch writes: are they right? |
+| `pipeline` | pipeline parallelism: the actions of each rank, and stages that run by them |
+| `action_files` | the files of actions that torch writes: are they right? |
 | `leaves` | gradients that are added in a tree over micro-batches; sums that no order changes |
 | `step` | a whole step as one plan, of layers that a program provides |
 | `step_plan`, `step_problem` | this plan: gathers, stages, layers with their messages, sums, updates; what is right |

@@ -5,8 +5,8 @@
     pipe.input_gradients                          # of each micro-batch on the first stage
     ys = pipe.forward(inputs)                     # an evaluation: what the last stage has computed, on its rank
 
-The order of the work is one of `orders.SCHEDULES`, or your own. A pipeline is a plan (`pipeline_plan`): its kernels are
-the methods of the stages. So it is verified, simulated and traced as every other plan.
+The schedule is one of `actions.SCHEDULES`, or actions of your own. A pipeline is a plan (`pipeline_plan`): its kernels
+are the methods of the stages. So it is verified, simulated and traced as every other plan.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from fompi.base.call_options import of_carrier
 from fompi.base.errors import DtypeError, PlanError, ShapeError, TensorError, quoted
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
+from fompi.parallel.actions import SCHEDULES, Action, Both, Step, actions
 from fompi.parallel.arrays import borrow_any, lent
 from fompi.parallel.buckets import detached
-from fompi.parallel.orders import SCHEDULES, Action, Both, Step, order
 from fompi.parallel.pipeline_plan import PipelineProblem, evaluation, plan
 from fompi.parallel.planned import PlannedStep
 from fompi.parallel.turns import interleave
@@ -36,7 +36,7 @@ from fompi.runtime.executor import Executor
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
 
-__all__ = ["SCHEDULES", "Action", "Both", "Pipeline", "order", "plan"]
+__all__ = ["SCHEDULES", "Action", "Both", "Pipeline", "actions", "plan"]
 
 FRAMEWORKS = ("numpy", "torch", "jax")
 
@@ -58,7 +58,7 @@ class Pipeline(PlannedStep):
 
     `activations[s]` is the shape of what stage s hands on, for all stages but the last. One shape is that of all
     stages. `dtype` is that of all of them. `loss(y, target) -> (value, dy)` is called on the last stage. `schedule` is
-    a name of `orders.SCHEDULES`, or an order of your own (`order`).
+    a name of `actions.SCHEDULES`, or actions of your own (`actions`).
 
     A stage gets tensors of `framework` ("numpy", "torch" or "jax") in memory that other micro-batches use later. They
     are valid until the backward of the same micro-batch returns; with two parts, until `backward_weight` returns. The
@@ -71,8 +71,8 @@ class Pipeline(PlannedStep):
     (`fompi.backends.emulated`) every call takes them, whatever it takes on the host.
 
     With `overlap_f_b` a forward and the backward of another micro-batch run side by side, where the schedule allows it
-    (`order`): what a strategy of one of them has sent travels while the other computes (`fompi.interleave`). So a layer
-    of experts hides its messages across micro-batches. An order of your own says where: "(0F1;1B0)OVERLAP_F_B".
+    (`actions`): what a strategy of one of them has sent travels while the other computes (`fompi.interleave`). So a
+    layer of experts hides its messages across micro-batches. Actions of your own say where: "(0F1;1B0)OVERLAP_F_B".
 
     With a `device` (`fompi.Device`) tensors are in its memory. Stages and loss enqueue in the caller's current stream,
     and nothing waits for them. Activations go from device to device. The `framework` "numpy" then means arrays of CuPy,
@@ -125,7 +125,7 @@ class Pipeline(PlannedStep):
                 "wire": wire,
             }
             if overlap_f_b:
-                schedule = order(schedule, size, microbatches, len(self.stages), overlap_f_b)
+                schedule = actions(schedule, size, microbatches, len(self.stages), overlap_f_b)
             self.plan: Plan = plan(schedule, **self._how)
             self.problem: PipelineProblem = self.plan.problem
             self._by_number = dict(zip(self.problem.stages_of(rank), self.stages, strict=True))
@@ -142,7 +142,7 @@ class Pipeline(PlannedStep):
             self._check_methods()
             by = self.plan.schedule
             if by not in SCHEDULES:
-                by = "; ".join(" ".join(map(str, a)) for a in order(schedule, size, microbatches, len(self.stages)))
+                by = "; ".join(" ".join(map(str, a)) for a in actions(schedule, size, microbatches, len(self.stages)))
             text = f"{self.problem} with {self.problem.activations} by {by}, checked {checked}"
             text += "" if device is None else f", on a {device.name}"
             self._backend = backend or (Numpy() if device is None else backend_of(device).by_caller())
@@ -172,7 +172,7 @@ class Pipeline(PlannedStep):
         return lambda *given: self._context.copy().run(kernel, *given)
 
     def _check_methods(self) -> None:
-        """Raise PlanError if a stage of this rank lacks a method that the order calls."""
+        """Raise PlanError if a stage of this rank lacks a method that its actions call."""
         kinds = {kernel.name for kernel in self.plan.kernels}
         if self.framework not in FRAMEWORKS:
             raise PlanError(f"framework={quoted(self.framework, FRAMEWORKS)} must be one of {', '.join(FRAMEWORKS)}")

@@ -14,7 +14,7 @@ slots of its declared shape:
 | `gS`    | nothing: it stands for the gradients of the parameters, or | the end, where it has a term per micro-batch |
 |         | in an evaluation for what the stage has computed           |                                              |
 
-A receive is posted as soon as its slot is free. `SPARE` slots beyond those that the order needs make it early.
+A receive is posted as soon as its slot is free. `SPARE` slots beyond those that the actions need make it early.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fompi.base.errors import ShapeError
 from fompi.base.layout import MOST_NBYTES, integer, itemsize, nbytes
 from fompi.base.wires import wire_of
 from fompi.model.pipeline import rank_of, stages_of
-from fompi.parallel.orders import BOTH, KINDS, Action, Both, Orders, Step, order, parts, placement_in
+from fompi.parallel.actions import BOTH, KINDS, Action, Actions, Both, Step, actions, parts, placement_in
 from fompi.parallel.stages import KEPT, Passed, StageWriter, name_of, passes, plan_of, seconds_of
 from fompi.plans.encoded import encoded
 from fompi.plans.kernels import Value, opaque, total
@@ -132,14 +132,14 @@ def plan(
 ) -> Plan:
     """plan("1f1b", ranks=4, microbatches=8, activations=(16, 64)): who computes, sends and receives what.
 
-    `schedule` is as for `order`, or what it returns. `activations[s]` is the shape of what stage s hands on, for all
-    stages but the last; one shape is that of all stages. `seconds` are those of the actions F, B, I and W, for all
+    `schedule` is as for `actions`, or what that returns. `activations[s]` is the shape of what stage s hands on, for
+    all stages but the last; one shape is that of all stages. `seconds` are those of the actions F, B, I and W, for all
     stages or for each one. They are needed to simulate the plan. B is I + W, if these two are given. A forward and a
     backward side by side take as long as both, or as "OVERLAP_F_B" says, by the stage of the forward. `wire` is the
-    form in which messages carry what is handed on (`fompi.base.wires`). Raises PlanError for an order that is wrong,
+    form in which messages carry what is handed on (`fompi.base.wires`). Raises PlanError for actions that are wrong,
     and ShapeError or DtypeError for what is passed on.
     """
-    listed = order(schedule, ranks, microbatches, chunks)
+    listed = actions(schedule, ranks, microbatches, chunks)
     shapes = _shapes(activations, ranks * chunks)
     split = tuple(sorted((a.stage, a.microbatch) for steps in listed for a in parts(steps) if a.kind == "I"))
     where = placement_in(listed, chunks)
@@ -163,7 +163,7 @@ def evaluation(
     rank 0 | 0 1 2 3 |           several stages of a rank: as many micro-batches as ranks go through one of them,
     rank 1 |   0 1 2 3 |         then through the next. In a V each goes on as soon as it can.
     """
-    listed: Orders = [
+    listed: Actions = [
         [
             Action(stage, "E", i)
             for first in range(0, microbatches, ranks)
@@ -181,7 +181,7 @@ def evaluation(
     return _plan(problem, listed, "in order", seconds or {})
 
 
-def _plan(problem: PipelineProblem, listed: Orders, name: str, seconds: Mapping[str, float | Sequence[float]]) -> Plan:
+def _plan(problem: PipelineProblem, listed: Actions, name: str, seconds: Mapping[str, float | Sequence[float]]) -> Plan:
     stages = problem.stages
     itemsize(problem.dtype)  # raises DtypeError for an unknown one
     if max((nbytes(shape, problem.dtype) for shape in problem.activations), default=0) >= MOST_NBYTES:
@@ -234,8 +234,8 @@ class _Writer(StageWriter):
 
     problem: PipelineProblem
 
-    def __init__(self, problem: PipelineProblem, orders: Orders, rank: int, counts: Mapping[str, int]):
-        super().__init__(problem, orders, rank, problem.workspace(rank, 1), counts)
+    def __init__(self, problem: PipelineProblem, listed: Actions, rank: int, counts: Mapping[str, int]):
+        super().__init__(problem, listed, rank, problem.workspace(rank, 1), counts)
         self.kept: dict[tuple[str, int, int], Chunk] = {}  # what a forward or the first part of a backward leaves
         self.begun: set[int] = set()  # the stages whose gradients have their first term
 

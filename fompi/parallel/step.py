@@ -48,9 +48,9 @@ from fompi.base.errors import DtypeError, PlanError, ShapeError
 from fompi.base.layout import in_common, offsets
 from fompi.engine.handshake import agree
 from fompi.ops.operations import all_gather
+from fompi.parallel.actions import Step
 from fompi.parallel.arrays import Array
 from fompi.parallel.optimizers import State, state_of, update
-from fompi.parallel.orders import Step
 from fompi.parallel.planned import PlannedStep
 from fompi.parallel.step_plan import KERNELS, plan
 from fompi.parallel.step_problem import KINDS, LayerForm, StepProblem

@@ -35,7 +35,7 @@ from typing import Any
 
 from fompi.base.errors import LayoutError, PlanError
 from fompi.base.layout import accumulator, integer, itemsize
-from fompi.parallel.orders import Action, Orders, Step, order, parts, placement_in
+from fompi.parallel.actions import Action, Actions, Step, actions, parts, placement_in
 from fompi.parallel.stages import Passed, StageWriter, name_of, plan_of, seconds_of
 from fompi.parallel.step_problem import KINDS, LayerForm, StepProblem
 from fompi.plans.plan import Chunk, Compute, Plan, Program, Recv, Send, UserKernel
@@ -66,11 +66,11 @@ def plan(
     """The plan of a step on the ranks of a mesh, such as {"dp": 2, "tp": 2, "pp": 2}: tp innermost, pp outermost.
 
     `layers[l]` is the number of parameters of layer l on a rank of tp, or a `LayerForm`. Activations have the `shape`
-    (rows of a rank, features). `schedule` is as for `pipeline.order`, with F and B; a forward and a backward side by
+    (rows of a rank, features). `schedule` is as for `pipeline.actions`, with F and B; a forward and a backward side by
     side take turns, layer by layer. `seconds` maps "F", "B" and "U" to the seconds of the forward, of the backward and
     of the update of a layer, on a rank and for a micro-batch, for all layers or for each one: they are needed to
     simulate it. Each of the three kernels of attention takes a third.
-    Raises PlanError for a wrong order, and LayoutError for sizes that do not fit.
+    Raises PlanError for wrong actions, and LayoutError for sizes that do not fit.
     """
     if unknown := {*mesh} - {"dp", "tp", "pp"}:
         raise LayoutError(f"mesh={mesh!r} has the axis {min(unknown)!r}: a step has dp, tp and pp")
@@ -79,9 +79,9 @@ def plan(
         raise LayoutError(f"mesh={mesh!r}, shape={shape!r}, chunks={chunks!r}: they must be integers >= 1")
     forms = _forms(layers, pp * chunks)
     itemsize(dtype)  # raises DtypeError for an unknown one
-    listed = order(schedule, pp, microbatches, chunks)
+    listed = actions(schedule, pp, microbatches, chunks)
     if {action.kind for steps in listed for action in parts(steps)} - {"F", "B"}:
-        raise PlanError("a step needs whole backwards: take an order with F and B, such as 1f1b or interleaved")
+        raise PlanError("a step needs whole backwards: take actions F and B, such as those of 1f1b or interleaved")
     form = forms, tuple(map(int, shape)), chunks, placement_in(listed, chunks)
     problem = StepProblem("training step", dp * tp * pp, dtype, axes, microbatches, *form)  # type: ignore[arg-type]
     kernels = tuple(UserKernel(name, _seconds(name, seconds or {}, problem)) for name in KERNELS)
@@ -128,9 +128,9 @@ class _StepWriter(StageWriter):
 
     problem: StepProblem
 
-    def __init__(self, problem: StepProblem, orders: Orders, rank: int, counts: Mapping[str, int]):
+    def __init__(self, problem: StepProblem, listed: Actions, rank: int, counts: Mapping[str, int]):
         self.rank, (self.d, self.t, place) = rank, problem.place(rank)
-        super().__init__(problem, orders, place, problem.workspace(rank, 1), counts)
+        super().__init__(problem, listed, place, problem.workspace(rank, 1), counts)
         self.wide = accumulator(problem.dtype)
         self.dropped = deque[list[Chunk]]([[], []])
         self.weights: dict[int, list[Chunk]] = {}

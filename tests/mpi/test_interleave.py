@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fompi
 from fompi.base.layout import split
+from fompi.parallel.actions import parts
 from fompi.parallel.expert import moe
-from fompi.parallel.orders import parts
-from fompi.parallel.pipeline import Pipeline, order
+from fompi.parallel.pipeline import Pipeline, actions
 from fompi.parallel.tensor import column_parallel_linear, row_parallel_linear
 from fompi.parallel.turns import MOST, give_way
 from fompi.torch import nn
@@ -362,5 +362,5 @@ def test_experts_across_micro_batches_of_a_pipeline(world, schedule, chunks):
 
 def whole_backwards(ranks, microbatches):
     """DualPipeV with pairs, where autograd makes both parts of a backward at once."""
-    steps = order("dualpipev", ranks, microbatches, 2, overlap_f_b=True)
+    steps = actions("dualpipev", ranks, microbatches, 2, overlap_f_b=True)
     return [[str(step).replace("I", "B") for step in each if parts([step])[0].kind != "W"] for each in steps]

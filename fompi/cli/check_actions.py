@@ -1,4 +1,4 @@
-"""`fompi check` of the CSV files of `torch.distributed.pipelining` (`fompi.parallel.order_files`)."""
+"""`fompi check` of the CSV files of `torch.distributed.pipelining` (`fompi.parallel.action_files`)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 from fompi.base.errors import PlanError
 from fompi.foreign.algorithm import ScheduleError
-from fompi.parallel.order_files import OrderVerdict, judge
+from fompi.parallel.action_files import FileVerdict, judge
 
 
-class CheckedOrder(NamedTuple):
+class CheckedActions(NamedTuple):
     """A file, and what was found."""
 
     file: str
-    verdict: OrderVerdict
+    verdict: FileVerdict
     run: str  # what --run has found
 
     @property
@@ -39,22 +39,22 @@ class CheckedOrder(NamedTuple):
         return values
 
 
-def checked(file: str, text: str, runs: bool) -> CheckedOrder:
+def checked(file: str, text: str, runs: bool) -> CheckedActions:
     """Raises ScheduleError for what is not known, and for a --run that is not possible."""
     try:
         verdict = judge(text)
     except PlanError as error:
         raise ScheduleError(f"{file}: {error}") from None
-    return CheckedOrder(file, verdict, _run(file, verdict) if runs and verdict.is_right else "")
+    return CheckedActions(file, verdict, _run(file, verdict) if runs and verdict.is_right else "")
 
 
-def _run(file: str, verdict: OrderVerdict) -> str:
+def _run(file: str, verdict: FileVerdict) -> str:
     """Run it as a pipeline of products of small whole numbers, whose gradients are known. Collective."""
     import numpy as np
 
     import fompi
     from fompi.model.pipeline import stages_of
-    from fompi.parallel.orders import order, placement_in
+    from fompi.parallel.actions import actions, placement_in
     from fompi.parallel.pipeline import Pipeline
 
     class Product:
@@ -89,7 +89,7 @@ def _run(file: str, verdict: OrderVerdict) -> str:
             why = f"run it with mpirun -n {verdict.ranks}, not {comm.size}"
             raise ScheduleError(f"{file} is for {verdict.ranks} ranks: {why}")
         chunks = verdict.stages // verdict.ranks
-        steps = order([[*row] for row in verdict.rows], verdict.ranks, verdict.microbatches, chunks)
+        steps = actions([[*row] for row in verdict.rows], verdict.ranks, verdict.microbatches, chunks)
         mine = stages_of(comm.rank, comm.size, chunks, placement_in(steps, chunks))
         stages = {stage: Product(stage) for stage in mine}
         how: dict[str, Any] = {"microbatches": verdict.microbatches, "activations": (2, 3), "dtype": "float64"}
