@@ -11,7 +11,7 @@ from fompi.backends.emulated import Emulated
 from fompi.bench.kernels import emulated
 from fompi.engine.communicator import Communicator
 from fompi.model.machine import Machine
-from fompi.parallel.turns import give_way
+from fompi.parallel.interleave import give_way
 
 INSTANT = Machine("no time", 0.0, 1.0, 1e30, 1e30, 0.0)
 

@@ -20,7 +20,7 @@
 | `attention` | attention of some queries over some keys, in tiles, on one rank |
 | `activations` | activations and their derivatives |
 | `repeated` | a call that a wrapper makes in every step: bound if it is small |
-| `turns` | functions in turns: the messages of one travel while another one computes |
+| `interleave` | functions that alternate: the messages of one travel while another one computes |
 | `section` | calls that belong together: an error in one ends all of them, on all ranks |
 | `arrays` | tensors as arrays, and the agreement of the ranks before a strategy |
 

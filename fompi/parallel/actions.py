@@ -198,7 +198,7 @@ class _Counted:
 
 
 def _zero_bubble_v(r: int, p: int, m: int, v: int) -> list[Action]:
-    """Forwards go down and up the V; then F, I and W of both stages in turns; the last W fill the end."""
+    """Forwards go down and up the V; then F, I and W of both stages alternately; the last W fill the end."""
     n, made = max(m, 2 * p - 1), _Counted(r, p)
     made.add("F0", 2 * (p - r) - 1)
     made.add("F1 F0", r)

@@ -29,7 +29,7 @@ from fompi.ops.operation import Operation, communicator_of
 from fompi.ops.operations import all_reduce
 from fompi.ops.pending import Pending
 from fompi.parallel import section
-from fompi.parallel.turns import give_way, in_turn, is_in_turns
+from fompi.parallel.interleave import begins_call, give_way, is_interleaved
 from fompi.plans.problems import order_of
 from fompi.plans.tree import Canonical
 from fompi.runtime.default_device import default_device, upload
@@ -65,7 +65,7 @@ def enter(name: str, comm: Any, check: Callable[[Communicator], tuple[str, int, 
     """
     communicator, found, refusal = _checked(comm, check)
     text, value, result = found or ("", 0, None)
-    with in_turn():
+    with begins_call():
         agreement = begin_agreement(communicator, f"{name}({text}{in_words(communicator.how)})", refusal, value)
     give_way()
     values = agreement.values()
@@ -111,7 +111,7 @@ def admit(
     communicator, found, refusal = _checked(comm, check)
     text, result = found or ("", None)
     if refusal is not None:
-        with in_turn():
+        with begins_call():
             operation.refuse(refusal, communicator)
     return communicator, f"{text}{in_words(communicator.how)}", result
 
@@ -254,14 +254,14 @@ def give(array: Array, like: Tensor) -> Any:
 
 def call(operation: Operation[Any], *arrays: Any, dtype: str, **options: Any) -> Any:
     """The result of an operation on arrays that hold the logical dtype `dtype`, as such arrays."""
-    if is_in_turns():
+    if is_interleaved():
         return arrived(start(operation, *arrays, dtype=dtype, **options))
     return array_of(operation(*_tensors(arrays, options, dtype), **options))
 
 
 def start(operation: Operation[Any], *arrays: Any, dtype: str, **options: Any) -> Pending:
     """The operation on arrays that hold the logical dtype `dtype`, in flight."""
-    with in_turn():
+    with begins_call():
         return _of_section(operation.start(*_tensors(arrays, options, dtype), **options))
 
 
@@ -270,7 +270,7 @@ def begin(operation: Operation[Any], text: str, *arrays: Any, dtype: str, **opti
     tensors = _tensors(arrays, options, dtype)
     arguments, comm, how = operation.read(tuple(tensors), options)
     arguments.words = text
-    with in_turn():
+    with begins_call():
         pending = operation.begin(arguments, comm, how)
     give_way()
     try:

@@ -203,7 +203,7 @@ def halves(counts: Array) -> list[tuple[Array, Array]]:
     return [(np.flatnonzero(is_first), first), (np.flatnonzero(~is_first), counts - first)]
 
 
-def in_turns(parts: Sequence[Iterator[None]]) -> None:
-    """Run the generators step by step in turns: what one has sent travels while the others compute."""
+def alternate(parts: Sequence[Iterator[None]]) -> None:
+    """Run the generators alternately, step by step: what one has sent travels while the others compute."""
     for _ in zip_longest(*parts):
         pass

@@ -57,19 +57,19 @@ from fompi.parallel.differentiable import Differentiable, Gradients
 from fompi.parallel.exchange import (
     Batch,
     Exchange,
+    alternate,
     check_experts,
     check_widths,
     grouped,
     grouped_gradient,
     halves,
-    in_turns,
 )
 from fompi.parallel.route import Route, combine, dispatch, experts, route
 from fompi.tensors.dlpack import Tensor
 
 __all__ = [
     "POLICIES", "Batch", "Choice", "Exchange", "LayerGradient", "MicroBatch", "Route", "choose", "choose_backward",
-    "combine", "dispatch", "experts", "experts_of", "grouped", "grouped_gradient", "halves", "in_turns", "moe",
+    "combine", "dispatch", "experts", "experts_of", "grouped", "grouped_gradient", "halves", "alternate", "moe",
     "route",
 ]  # fmt: skip
 
@@ -223,11 +223,11 @@ def _moe(
 
     shared_expert = meanwhile()
     if place(tx.array) is not None:  # a device computes it while the host waits for the counts
-        in_turns([shared_expert])
+        alternate([shared_expert])
     for part in layer.parts:
         part.announce()
     counting = start_count(choice, np.sum([part.exchange.chosen for part in layer.parts], 0), group)
-    in_turns([*(part.forward(y) for part in layer.parts), shared_expert])
+    alternate([*(part.forward(y) for part in layer.parts), shared_expert])
     layer.tokens_per_expert, layer.dropped = counted(counting)
     return give(y, tx), layer
 
@@ -250,7 +250,7 @@ def _backward_rows(layer: Kept, dy: Any, use: Callable[[list[Term]], None], mean
         meanwhile((given, dlogits, dz))
         yield
 
-    in_turns([*(part.backward(given, dweights, dx, use) for part in layer.parts), local()])
+    alternate([*(part.backward(given, dweights, dx, use) for part in layer.parts), local()])
     return give(dx, layer.x)
 
 

@@ -28,9 +28,9 @@ from fompi.engine.handshake import agree
 from fompi.parallel.actions import SCHEDULES, Action, Both, Step, actions
 from fompi.parallel.arrays import borrow_any, lent
 from fompi.parallel.buckets import detached
+from fompi.parallel.interleave import interleave
 from fompi.parallel.pipeline_plan import PipelineProblem, evaluation, plan
 from fompi.parallel.planned import PlannedStep
-from fompi.parallel.turns import interleave
 from fompi.plans.plan import Plan
 from fompi.runtime.executor import Executor
 from fompi.tensors import dlpack
