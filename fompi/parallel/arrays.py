@@ -51,6 +51,11 @@ class Kept(SimpleNamespace):
     def __init__(self, x: Tensor, shape: Sequence[int] = (), dtype: str = "", **more: Any):
         super().__init__(x=x, shape=tuple(shape), dtype=dtype or x.dtype, **more)
 
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Those of an operation of the backward."""
+        return {"dtype": self.dtype, "comm": self.comm}
+
     def gradient(self, dy: Any) -> Array:
         """dy as an array. The forward's tensors may have moved meanwhile."""
         follow(self)
@@ -432,11 +437,6 @@ def gathered(comm: Communicator, rows: Array, numbers: Array) -> Array:
         return rows[numbers]
     out = memory(comm, (len(numbers), *rows.shape[1:]), rows.dtype, rows)
     return np.take(rows, numbers, 0, out=out, mode="clip")
-
-
-def keywords_of(saved: Any) -> dict[str, Any]:
-    """The keywords of an operation of the backward."""
-    return {"dtype": saved.dtype, "comm": saved.comm}
 
 
 def as_rows(a: Array) -> Array:

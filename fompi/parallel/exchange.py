@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.numbers import counting, empty, fetch, upload
-from fompi.base.errors import LayoutError, PlanError, ShapeError, quoted
+from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import offsets, split
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_to_all
-from fompi.parallel.activations import ACTIVATIONS, activate, activate_backward
+from fompi.parallel.activations import activate, activate_backward, check_activation
 from fompi.parallel.arrays import Array, arrived, borrow, gathered, read, start, transfer
 from fompi.parallel.choices import Choice, experts_of
 from fompi.tensors.dlpack import Tensor
@@ -78,12 +78,9 @@ def check_experts(
 
 
 def check_widths(first: str, second: str, a: tuple[int, ...], b: tuple[int, ...], x: Tensor, activation: str) -> None:
-    if activation not in ACTIVATIONS:
-        raise PlanError(f"activation={quoted(activation, ACTIVATIONS)} must be one of {', '.join(ACTIVATIONS)}")
+    check_activation(activation, a[1], first)
     if a[0] != x.array.shape[1]:
         raise ShapeError(f"{first} has {a[0]} rows, but x has {x.array.shape[1]} features: they must be equal")
-    if activation == "swiglu" and a[1] % 2:
-        raise ShapeError(f"swiglu halves the features: {first} has {a[1]} columns, an odd number")
     features = a[1] // 2 if activation == "swiglu" else a[1]
     if b[0] != features:
         raise ShapeError(f"{second} has {b[0]} rows, but {first} with {activation} gives {features} features")

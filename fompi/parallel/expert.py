@@ -24,7 +24,7 @@ import numpy as np
 
 from fompi.backends.numbers import contiguous, place, product, upload, widen
 from fompi.base.errors import LayoutError, ShapeError
-from fompi.base.layout import accumulator, offsets, split
+from fompi.base.layout import accumulator, integer, offsets, split
 from fompi.engine.communicator import Communicator
 from fompi.parallel.activations import activate, activate_backward
 from fompi.parallel.arrays import (
@@ -50,7 +50,6 @@ from fompi.parallel.choices import (
     chosen,
     counted,
     experts_of,
-    is_positive,
     start_count,
 )
 from fompi.parallel.differentiable import Differentiable, Gradients
@@ -201,7 +200,7 @@ def _moe(
         tx, tr, text = check_route(x, router, k, normalize, capacity_factor, policy)
         weights = check_experts(w1, w2, tx, tr.array.shape[1], activation, comm)
         both = _check_shared(shared, tx, weights[1].array.shape[2], activation)
-        if not is_positive(microbatches):
+        if (integer(microbatches) or 0) < 1:
             raise LayoutError(f"microbatches={microbatches!r} must be an integer > 0")
         text += f", n={weights[1].array.shape[2]}, {activation}, microbatches={int(microbatches)}"
         text += ", no shared expert" if both is None else f", shared f={both[0].array.shape[1]}"
@@ -324,5 +323,4 @@ moe = Differentiable(
     inputs=1,
     backward_input=_moe_backward_input,
     backward_weight=_moe_backward_weight,
-    name="moe",
 )

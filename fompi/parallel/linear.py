@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.numbers import contiguous, filled, narrow, ordered_product, ordered_sum, wide_product, widen
-from fompi.base.errors import LayoutError, PlanError, ShapeError, quoted
+from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import accumulator
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import (
@@ -19,7 +19,7 @@ from fompi.ops.operations import (
     matmul_reduce_scatter,
     reduce_scatter,
 )
-from fompi.parallel.activations import ACTIVATIONS, activate, activate_backward
+from fompi.parallel.activations import activate, activate_backward, check_activation
 from fompi.parallel.arrays import (
     Array,
     Kept,
@@ -34,7 +34,6 @@ from fompi.parallel.arrays import (
     enter_backward,
     give,
     held_alike,
-    keywords_of,
     leaves_of,
     lent,
     over_losses,
@@ -46,7 +45,7 @@ from fompi.plans.rows import counts_of
 from fompi.tensors.dlpack import Tensor
 
 
-def _column(
+def _column_parallel_linear(
     x: Any,
     w: Any,
     bias: Any = None,
@@ -70,12 +69,9 @@ def _column(
 
     def check(comm: Communicator) -> tuple[str, tuple[Tensor, Tensor, Tensor | None]]:
         tensors = _linear_tensors(x, w, bias)
-        halves = 2 if activation == "swiglu" else 1
-        check_leaves(comm, tensors[1].array.shape[1] // halves, not sequence_parallel)
-        if activation not in ACTIVATIONS:
-            raise PlanError(f"activation={quoted(activation, ACTIVATIONS)} must be one of {', '.join(ACTIVATIONS)}")
-        if activation == "swiglu" and tensors[1].array.shape[1] % 2:
-            raise ShapeError(f"swiglu halves the features: w has {tensors[1].array.shape[1]} columns, an odd number")
+        features, halves = tensors[1].array.shape[1], 2 if activation == "swiglu" else 1
+        check_leaves(comm, features // halves, not sequence_parallel)
+        check_activation(activation, features, "w")
         return f"of column_parallel_linear, {activation}", tensors
 
     counts: Sequence[int] = ()
@@ -125,7 +121,7 @@ def _column_dz(saved: Kept, dy: Any) -> Array:
 
 
 def _column_backward(saved: Kept, dy: Any) -> Gradients:
-    dz, options = _column_dz(saved, dy), keywords_of(saved)
+    dz, options = _column_dz(saved, dy), saved.keywords
     if not saved.sequence_parallel:
         return _local_dx(saved, dz), *_local_dw(saved, dz)
     dw = start(all_gather_weight_gradient, saved.x.array, dz, **options)  # one travels while the other multiplies
@@ -138,7 +134,7 @@ def _column_backward_input(saved: Kept, dy: Any) -> tuple[Gradients, Any]:
     dz = _column_dz(saved, dy)
     if not saved.sequence_parallel:
         return (_local_dx(saved, dz),), (saved, dz)
-    dx = call(matmul_reduce_scatter, *_leaf_by_leaf(saved, dz), counts=saved.counts, **keywords_of(saved))
+    dx = call(matmul_reduce_scatter, *_leaf_by_leaf(saved, dz), counts=saved.counts, **saved.keywords)
     return (lent(dx, saved.x),), (saved, dz)
 
 
@@ -146,7 +142,7 @@ def _column_backward_weight(rest: tuple[Kept, Array]) -> Gradients:
     saved, dz = rest
     if not saved.sequence_parallel:
         return _local_dw(saved, dz)
-    dw = call(all_gather_weight_gradient, saved.x.array, dz, **keywords_of(saved))
+    dw = call(all_gather_weight_gradient, saved.x.array, dz, **saved.keywords)
     return lent(dw, saved.w), _sum_rows(saved, dz)
 
 
@@ -172,7 +168,7 @@ def _local_dw(saved: Kept, dz: Array) -> Gradients:
     return give(_product(x.T, d, saved.dtype, min(saved.leaves, 1)), saved.w), _sum_rows(saved, dz)
 
 
-def _row(
+def _row_parallel_linear(
     x: Any,
     w: Any,
     bias: Any = None,
@@ -223,7 +219,7 @@ def _row_dy(saved: Kept, dy: Any) -> Array:
 
 
 def _row_backward(saved: Kept, dy: Any) -> Gradients:
-    d, options = _row_dy(saved, dy), keywords_of(saved)
+    d, options = _row_dy(saved, dy), saved.keywords
     db = _start_shared_sum(saved, d)
     dx, dw = call(all_gather_matmul_weight_gradient, d, saved.w.array.T, saved.x.array, **options)
     return lent(dx, saved.x), lent(dw, saved.w), _shared_sum(saved, db, d)
@@ -231,14 +227,14 @@ def _row_backward(saved: Kept, dy: Any) -> Gradients:
 
 def _row_backward_input(saved: Kept, dy: Any) -> tuple[Gradients, Any]:
     d = _row_dy(saved, dy)
-    dx = call(all_gather_matmul, d, saved.w.array.T, **keywords_of(saved))
+    dx = call(all_gather_matmul, d, saved.w.array.T, **saved.keywords)
     return (lent(dx, saved.x),), (saved, d)
 
 
 def _row_backward_weight(rest: tuple[Kept, Array]) -> Gradients:
     saved, d = rest
     db = _start_shared_sum(saved, d)
-    dw = call(all_gather_weight_gradient, d, saved.x.array, **keywords_of(saved))
+    dw = call(all_gather_weight_gradient, d, saved.x.array, **saved.keywords)
     return lent(contiguous(dw.T), saved.w), _shared_sum(saved, db, d)
 
 
@@ -260,7 +256,7 @@ def _shared_sum(saved: Kept, pending: Any, d: Array) -> Any:
         return give(arrived(pending), saved.bias)
     shape = (sum(saved.counts), *d.shape[1:-1], 1)
     ones = narrow(filled(shape, accumulator(saved.dtype), 1, d), saved.dtype)
-    db = call(all_gather_weight_gradient, d, ones, **keywords_of(saved))  # row after row, whoever has it
+    db = call(all_gather_weight_gradient, d, ones, **saved.keywords)  # row after row, whoever has it
     return lent(db.reshape(-1), saved.bias)
 
 
@@ -288,22 +284,20 @@ def _linear_tensors(x: Any, w: Any, bias: Any) -> tuple[Tensor, Tensor, Tensor |
 
 
 column_parallel_linear = Differentiable(
-    _column,
+    _column_parallel_linear,
     _column_backward,
     tensors=("x", "w", "bias"),
     inputs=1,
     backward_input=_column_backward_input,
     backward_weight=_column_backward_weight,
     takes=("wire", "order"),
-    name="column_parallel_linear",
 )
 row_parallel_linear = Differentiable(
-    _row,
+    _row_parallel_linear,
     _row_backward,
     tensors=("x", "w", "bias"),
     inputs=1,
     backward_input=_row_backward_input,
     backward_weight=_row_backward_weight,
     takes=("wire", "order"),
-    name="row_parallel_linear",
 )

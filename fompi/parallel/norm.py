@@ -49,7 +49,7 @@ LEAST_NBYTES = 256 << 10
 """A smaller sum is not cut in halves: the latency of a second one costs more than a norm."""
 
 
-def _sum_and_norm(
+def _all_reduce_rmsnorm(
     x: Any,
     residual: Any,
     weight: Any,
@@ -201,10 +201,9 @@ def _backward(saved: Kept, given: Any) -> Gradients:
 
 
 all_reduce_rmsnorm = Differentiable(
-    _sum_and_norm,
+    _all_reduce_rmsnorm,
     _backward,
     tensors=("x", "residual", "weight"),
     inputs=2,
     takes=("wire", "order"),
-    name="all_reduce_rmsnorm",
 )

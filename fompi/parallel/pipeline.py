@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context, copy_context
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -164,7 +165,10 @@ class Pipeline(PlannedStep):
         self._evaluation: Executor | None = None
 
     def _bind_stages(self, plan: Plan) -> Executor:
-        used = {kernel.name: self._in_context(getattr(self, f"_{kernel.name}")) for kernel in plan.kernels}
+        used = {}
+        for kernel in plan.kernels:
+            call = getattr(self, f"_{(kernel.beside or (kernel,))[-1].name}")
+            used[kernel.name] = self._in_context(partial(self._side_by_side, call) if kernel.beside else call)
         return self._bind(plan, used, backend=self._backend)
 
     def _in_context(self, kernel: Callable[..., None]) -> Callable[..., None]:
@@ -305,12 +309,6 @@ class Pipeline(PlannedStep):
             dx, rest = _pair(stage.backward_input(saved, dy), f"backward_input() of stage {args[0]}", "(dx, rest)")
             stage.backward_weight(rest)
         self._keep_gradient(args, dx, writes)
-
-    def _forward_backward(self, args: tuple[int, ...], reads: Any, writes: Any) -> None:
-        self._side_by_side(self._backward, args, reads, writes)
-
-    def _forward_backward_input(self, args: tuple[int, ...], reads: Any, writes: Any) -> None:
-        self._side_by_side(self._backward_input, args, reads, writes)
 
     def _side_by_side(self, backward: Callable[..., None], args: tuple[int, ...], reads: Any, writes: Any) -> None:
         """A forward and a backward: `fompi.plans.plan.UserKernel` says what belongs to which."""

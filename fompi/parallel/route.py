@@ -243,6 +243,6 @@ class _Combine(Differentiable):
         return given
 
 
-dispatch = Differentiable(_dispatch, _dispatch_backward, tensors=("x",), inputs=1, name="dispatch")
-experts = Differentiable(_experts, _experts_backward, tensors=("x", "w1", "w2"), inputs=1, name="experts")
-combine = _Combine(_combine, _combine_backward, tensors=("y", "weights"), inputs=2, name="combine")
+dispatch = Differentiable(_dispatch, _dispatch_backward, tensors=("x",), inputs=1)
+experts = Differentiable(_experts, _experts_backward, tensors=("x", "w1", "w2"), inputs=1)
+combine = _Combine(_combine, _combine_backward, tensors=("y", "weights"), inputs=2)

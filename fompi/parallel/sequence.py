@@ -91,7 +91,7 @@ def _give(gradients: Sequence[Array], saved: Kept) -> Gradients:
 # ----------------------------------------------------------------------------------------------------------- ring
 
 
-def _ring(
+def _ring_attention(
     q: Any,
     k: Any,
     v: Any,
@@ -133,7 +133,7 @@ def _ring_backward(saved: Kept, do: Any) -> Gradients:
 # -------------------------------------------------------------------------------------------------------- Ulysses
 
 
-def _ulysses(
+def _ulysses_attention(
     q: Any,
     k: Any,
     v: Any,
@@ -146,15 +146,9 @@ def _ulysses(
 ) -> tuple[Any, Kept]:
     """o = softmax(scale * q @ all keys.T) @ all values
 
-    q: (tokens of this rank, heads, d). k: (tokens of this rank, key/value heads, d). v: (tokens of this rank, key/value
-    heads, e). o: (tokens of this rank, heads, e). `sharding` says which tokens those are, for as many ranks as `comm`
-    has. With `causal` a token sees the tokens up to itself. Packed documents of the sharding do not see each other.
-    `scale` is d ** -0.5 by default.
-
-    `attention`: the kernel of a rank, as in `ring_attention`.
-
-    An all-to-all gives each rank all tokens of some heads, as even as possible. The attention begins with the tokens
-    that are there. The results of a rank's queries leave as soon as they have seen all keys, those of this rank last.
+    The arguments are those of `ring_attention`. An all-to-all gives each rank all tokens of some heads, as even as
+    possible. The attention begins with the tokens that are there. The results of a rank's queries leave as soon as they
+    have seen all keys, those of this rank last.
     If messages are long, the heads of a rank are cut into slices, one after the other (`heads.Deal.slices`).
     A key/value head is on every rank that has one of its query heads.
     Raises LayoutError, ShapeError or DtypeError on all ranks, or MismatchError if only other ranks refuse.
@@ -194,7 +188,7 @@ def _ulysses_backward(saved: Kept, do: Any) -> Gradients:
 # ----------------------------------------------------------------------------------------------------------- both
 
 
-def _usp(
+def _usp_attention(
     q: Any,
     k: Any,
     v: Any,
@@ -259,8 +253,6 @@ def _usp_backward(saved: Kept, do: Any) -> Gradients:
     return _give((dq, dkv[..., : tk.array.shape[2]], dkv[..., tk.array.shape[2] :]), saved)
 
 
-ring_attention = Differentiable(_ring, _ring_backward, tensors=("q", "k", "v"), inputs=3, name="ring_attention")
-ulysses_attention = Differentiable(
-    _ulysses, _ulysses_backward, tensors=("q", "k", "v"), inputs=3, name="ulysses_attention"
-)
-usp_attention = Differentiable(_usp, _usp_backward, tensors=("q", "k", "v"), inputs=3, name="usp_attention")
+ring_attention = Differentiable(_ring_attention, _ring_backward, tensors=("q", "k", "v"), inputs=3)
+ulysses_attention = Differentiable(_ulysses_attention, _ulysses_backward, tensors=("q", "k", "v"), inputs=3)
+usp_attention = Differentiable(_usp_attention, _usp_backward, tensors=("q", "k", "v"), inputs=3)

@@ -19,7 +19,7 @@ import numpy as np
 
 from fompi.backends.numbers import contiguous, narrow, wide_product, widen
 from fompi.base.errors import ShapeError
-from fompi.base.layout import accumulator, offsets, split
+from fompi.base.layout import accumulator, offsets
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import (
     all_gather_matmul,
@@ -37,7 +37,6 @@ from fompi.parallel.arrays import (
     call,
     enter,
     enter_backward,
-    keywords_of,
     lent,
     memory,
     start,
@@ -45,8 +44,9 @@ from fompi.parallel.arrays import (
     transfer,
     zeros,
 )
-from fompi.parallel.attention import Rule, check_documents, check_heads
+from fompi.parallel.attention import Rule, check_documents
 from fompi.parallel.differentiable import Differentiable, Gradients
+from fompi.parallel.heads import heads_of
 from fompi.parallel.linear import column_parallel_linear, row_parallel_linear
 from fompi.parallel.local import LocalAttention, check_kernel
 from fompi.parallel.norm import all_reduce_rmsnorm
@@ -57,18 +57,6 @@ __all__ = [
     "all_reduce_rmsnorm", "attention", "column_parallel_linear", "heads_of", "row_parallel_linear",
     "vocab_parallel_cross_entropy", "vocab_parallel_embedding",
 ]  # fmt: skip
-
-
-def heads_of(rank: int, size: int, heads: int, kv_heads: int) -> tuple[range, range]:
-    """(the query heads of a rank, the key/value heads that they read)
-
-    Query heads are dealt out as evenly as possible. A key/value head is on every rank that has one of its query heads.
-    Raises LayoutError if `heads` is not a multiple of `kv_heads`.
-    """
-    check_heads(heads, kv_heads)
-    first = offsets(split(heads, size))
-    mine, group = range(first[rank], first[rank + 1]), heads // kv_heads
-    return mine, range(mine[0] // group, mine[-1] // group + 1) if mine else range(0)
 
 
 def _attention(
@@ -199,7 +187,7 @@ def _heads_result(saved: Kept) -> Array:
 
 def _attention_backward(saved: Kept, dy: Any) -> Gradients:
     d = enter_backward("attention", saved, dy)
-    options = keywords_of(saved)
+    options = saved.keywords
     do, dwo = call(all_gather_matmul_weight_gradient, d, saved.weights[3].array.T, _heads_result(saved), **options)
     inner = _attention_inner(saved, do)
     dw = start(all_gather_weight_gradient, saved.x.array, inner, **options)  # both travel at once
@@ -210,7 +198,7 @@ def _attention_backward(saved: Kept, dy: Any) -> Gradients:
 
 def _attention_backward_input(saved: Kept, dy: Any) -> tuple[Gradients, Any]:
     d = enter_backward("attention", saved, dy)
-    options = keywords_of(saved)
+    options = saved.keywords
     inner = _attention_inner(saved, call(all_gather_matmul, d, saved.weights[3].array.T, **options))
     dx = call(matmul_reduce_scatter, inner, _projections(saved).T, counts=saved.counts, **options)
     return (lent(dx, saved.x),), (saved, d, inner)
@@ -218,7 +206,7 @@ def _attention_backward_input(saved: Kept, dy: Any) -> tuple[Gradients, Any]:
 
 def _attention_backward_weight(rest: tuple[Kept, Array, Array]) -> Gradients:
     saved, d, inner = rest
-    options = keywords_of(saved)
+    options = saved.keywords
     dwo = start(all_gather_weight_gradient, d, _heads_result(saved), **options)
     dw = call(all_gather_weight_gradient, saved.x.array, inner, **options)
     dws = _weight_gradients(saved, dw)
@@ -261,5 +249,4 @@ attention = Differentiable(
     inputs=1,
     backward_input=_attention_backward_input,
     backward_weight=_attention_backward_weight,
-    name="attention",
 )

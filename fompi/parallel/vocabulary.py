@@ -26,7 +26,6 @@ from fompi.parallel.arrays import (
     enter,
     enter_backward,
     give,
-    keywords_of,
     leaves_of,
     lent,
     over_losses,
@@ -38,7 +37,7 @@ from fompi.plans.rows import counts_of
 from fompi.tensors.dlpack import Tensor
 
 
-def _embedding(
+def _vocab_parallel_embedding(
     tokens: Any,
     table: Any,
     *,
@@ -102,7 +101,7 @@ def _ours(numbers: Array, parts: Sequence[int], rank: int) -> tuple[Array, Array
 def _embedding_backward(saved: Kept, dy: Any) -> Gradients:
     given = enter_backward("vocab_parallel_embedding", saved, dy)
     if saved.sequence_parallel:
-        full = call(all_gather, given, **keywords_of(saved))
+        full = call(all_gather, given, **saved.keywords)
     else:
         full = arrived(start_sum(given, saved.dtype, over_losses(saved.comm)))
     wide = widen(full, saved.dtype)
@@ -128,7 +127,7 @@ def _check_vocabulary(what: str, numbers: Array, total: int, comm: Communicator)
         all_reduce.refuse(error, comm)
 
 
-def _cross_entropy(
+def _vocab_parallel_cross_entropy(
     logits: Any,
     targets: Any,
     *,
@@ -216,18 +215,16 @@ def _cross_entropy_backward(saved: Kept, dlosses: Any) -> Gradients:
 
 
 vocab_parallel_embedding = Differentiable(
-    _embedding,
+    _vocab_parallel_embedding,
     _embedding_backward,
     tensors=("table",),
     inputs=0,
     takes=("wire", "order"),
-    name="vocab_parallel_embedding",
 )
 vocab_parallel_cross_entropy = Differentiable(
-    _cross_entropy,
+    _vocab_parallel_cross_entropy,
     _cross_entropy_backward,
     tensors=("logits",),
     inputs=1,
     takes=("order",),
-    name="vocab_parallel_cross_entropy",
 )

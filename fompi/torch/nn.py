@@ -8,6 +8,9 @@ Each rank holds a part of each parameter, or all of it. The same seed gives the 
 and for linear layers and embeddings the same numbers as `torch.nn.Linear` and `torch.nn.Embedding`. `state_dict()` has
 the parts of this rank. `full_state_dict` and `load_full_state_dict` have the names and shapes of the unsharded model.
 
+Creating a module is collective. Wrong arguments are a LayoutError, ShapeError, PlanError, DtypeError or TensorError.
+Other arguments or another random state than on other ranks are a MismatchError.
+
 Gradients are those of the sum of the losses of all ranks. A parameter of these modules that several ranks hold gets the
 sum over its holders.
 
@@ -36,6 +39,7 @@ from fompi.base.layout import offsets, split
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_reduce
 from fompi.parallel import expert, tensor
+from fompi.parallel.activations import check_activation
 from fompi.parallel.arrays import leaves_of, order_on, same_bits
 from fompi.parallel.attention import check_heads
 from fompi.parallel.choices import check_choice
@@ -44,7 +48,6 @@ from fompi.torch.checkpoint import clip_grad_norm_, full_state_dict, load_full_s
 from fompi.torch.sharded import (
     PartLayout,
     Sharded,
-    check_activation,
     enter_module,
     fill_linear,
     runs_of,
@@ -79,9 +82,6 @@ class ColumnParallelLinear(Sharded):
     weight: (out_features of this rank, in_features), bias: (out_features of this rank,). The full ones are those of
     `torch.nn.Linear(in_features, out_features)`. activation: "none", "relu", "gelu", "silu", or "swiglu":
     silu(first half) * second half. Then y has out_features / 2, each rank a part of both halves.
-
-    Creating one is collective. Wrong arguments are a LayoutError, ShapeError, PlanError, DtypeError or TensorError.
-    Other arguments or another random state than on other ranks are a MismatchError.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class ColumnParallelLinear(Sharded):
         options = {"bias": bool(bias), "activation": activation, "sequence_parallel": sequence_parallel}
 
         def check(_: Communicator) -> None:
-            check_activation(activation, out_features)
+            check_activation(activation, out_features, "w")
 
         super().__init__(*enter_module("ColumnParallelLinear", comm, sizes, options, how, check))
         self.in_features, self.out_features, self.activation = in_features, out_features, activation
@@ -128,8 +128,6 @@ class RowParallelLinear(Sharded):
 
     weight: (out_features, in_features of this rank). bias: (out_features,), the same on all ranks; its gradient is
     summed over them. The full ones are those of `torch.nn.Linear(in_features, out_features)`.
-
-    Creating one is collective; the errors are those of `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -270,8 +268,6 @@ class LayerNorm(_Norm):
     x and y: (rows of this rank, ..., features). weight and bias: (features,), the same on all ranks, as those of
     `torch.nn.LayerNorm(features)`; their gradients are summed over the ranks of `comm`. order=Canonical(k) has k leaves
     of the rows of all ranks, of as many rows each.
-
-    Creating one is collective; the errors are those of `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -326,8 +322,6 @@ class AllReduceRMSNorm(_Norm):
     x: (rows, ..., features), the term of this rank. residual and r: the same rows on all ranks, or with `sharded` those
     of this rank, Shard(0). y: all rows. weight: (features,), the same on all ranks; its gradient is summed over them.
     `order` is that of the sum (`fompi.parallel.tensor.all_reduce_rmsnorm`).
-
-    Creating one is collective; the errors are those of `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -363,8 +357,6 @@ class ParallelAttention(Sharded):
     q_proj.weight: (heads * head_dim, embed_dim), k_proj.weight and v_proj.weight: (kv_heads * head_dim, embed_dim),
     o_proj.weight: (embed_dim, heads * head_dim), each without bias: of these a rank holds the rows or columns of its
     heads. head_dim is embed_dim / heads by default, kv_heads is heads.
-
-    Creating one is collective; the errors are those of `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -426,8 +418,6 @@ class VocabParallelEmbedding(Sharded):
     `counts` is the number of rows that each rank keeps, by default as even as possible. With `sequence_parallel=False`
     y has all rows. weight: (num_embeddings of this rank, embedding_dim): the rows of `torch.nn.Embedding`, dealt out as
     evenly as possible.
-
-    Creating one is collective; the errors are those of `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -473,8 +463,6 @@ class MoE(Sharded):
 
     After a forward, `tokens_per_expert` (a NumPy array) and `dropped` count the rows of all ranks: those that each
     expert has computed, and the choices that were dropped. Before it, they are None and 0.
-
-    Creating one is collective; the errors are those of `ColumnParallelLinear`.
     """
 
     def __init__(

@@ -13,13 +13,12 @@ from torch.nn import init
 
 from fompi.base.call_options import OF_COMMUNICATOR, in_words
 from fompi.base.differences import detail
-from fompi.base.errors import ArgumentError, DtypeError, LayoutError, PlanError, ShapeError, TensorError, meant, quoted
+from fompi.base.errors import ArgumentError, DtypeError, LayoutError, TensorError, meant
 from fompi.base.layout import integer, offsets
 from fompi.base.wires import wire_of
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import digest
 from fompi.ops.operations import all_gather
-from fompi.parallel.activations import ACTIVATIONS
 from fompi.parallel.arrays import FLOATS, enter
 
 
@@ -163,10 +162,3 @@ def enter_module(
         return f"{words}, {dtype}", 0, carrier
 
     return enter(name, comm, agreed)[1], factory, arguments
-
-
-def check_activation(activation: str, features: int | None = None) -> None:
-    if activation not in ACTIVATIONS:
-        raise PlanError(f"activation={quoted(activation, ACTIVATIONS)} must be one of {', '.join(ACTIVATIONS)}")
-    if features is not None and activation == "swiglu" and features % 2:
-        raise ShapeError(f"swiglu halves the features: out_features={features} is odd")

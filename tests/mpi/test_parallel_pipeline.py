@@ -503,7 +503,7 @@ def test_an_argument_that_only_one_rank_refuses(world):
     with pytest.raises(PlanError if world.rank == 0 else MismatchError, match="no method backward"):
         pipe_of(world, Poor if world.rank == 0 else Linear)
     for wrong in ({"seconds": {"F": "x"}}, {"seconds": 3}, {"backend": 3}, {"schedule": 5}):
-        with pytest.raises(PlanError if world.rank == 0 else MismatchError, match=f"{next(iter(wrong))}|order"):
+        with pytest.raises(PlanError if world.rank == 0 else MismatchError, match=f"{next(iter(wrong))}|action"):
             pipe_of(world, Linear, **(wrong if world.rank == 0 else {}))
 
 
