@@ -11,14 +11,7 @@ from fompi.backends.numbers import contiguous, filled, narrow, ordered_product, 
 from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import accumulator
 from fompi.engine.communicator import Communicator
-from fompi.ops.operations import (
-    all_gather_matmul,
-    all_gather_matmul_weight_gradient,
-    all_gather_weight_gradient,
-    matmul_all_reduce,
-    matmul_reduce_scatter,
-    reduce_scatter,
-)
+from fompi.ops import operations as ops
 from fompi.parallel.activations import activate, activate_backward, check_activation
 from fompi.parallel.arrays import (
     Array,
@@ -76,9 +69,9 @@ def _column_parallel_linear(
 
     counts: Sequence[int] = ()
     if sequence_parallel:
-        group, text, (tx, tw, tb) = admit(all_gather_matmul, comm, check)
+        group, text, (tx, tw, tb) = admit(ops.all_gather_matmul, comm, check)
         added = None if tb is None else tb.array
-        pending = begin(all_gather_matmul, text, tx.array, tw.array, bias=added, dtype=tx.dtype, comm=group)
+        pending = begin(ops.all_gather_matmul, text, tx.array, tw.array, bias=added, dtype=tx.dtype, comm=group)
         z, dtype, counts = arrived(pending), tx.dtype, pending.counts
     else:  # nothing is sent, so the ranks agree here
 
@@ -124,8 +117,8 @@ def _column_backward(saved: Kept, dy: Any) -> Gradients:
     dz, options = _column_dz(saved, dy), saved.keywords
     if not saved.sequence_parallel:
         return _local_dx(saved, dz), *_local_dw(saved, dz)
-    dw = start(all_gather_weight_gradient, saved.x.array, dz, **options)  # one travels while the other multiplies
-    dx = start(matmul_reduce_scatter, *_leaf_by_leaf(saved, dz), counts=saved.counts, **options)
+    dw = start(ops.all_gather_weight_gradient, saved.x.array, dz, **options)  # one travels while the other multiplies
+    dx = start(ops.matmul_reduce_scatter, *_leaf_by_leaf(saved, dz), counts=saved.counts, **options)
     db = _sum_rows(saved, dz)
     return lent(arrived(dx), saved.x), lent(arrived(dw), saved.w), db
 
@@ -134,7 +127,7 @@ def _column_backward_input(saved: Kept, dy: Any) -> tuple[Gradients, Any]:
     dz = _column_dz(saved, dy)
     if not saved.sequence_parallel:
         return (_local_dx(saved, dz),), (saved, dz)
-    dx = call(matmul_reduce_scatter, *_leaf_by_leaf(saved, dz), counts=saved.counts, **saved.keywords)
+    dx = call(ops.matmul_reduce_scatter, *_leaf_by_leaf(saved, dz), counts=saved.counts, **saved.keywords)
     return (lent(dx, saved.x),), (saved, dz)
 
 
@@ -142,7 +135,7 @@ def _column_backward_weight(rest: tuple[Kept, Array]) -> Gradients:
     saved, dz = rest
     if not saved.sequence_parallel:
         return _local_dw(saved, dz)
-    dw = call(all_gather_weight_gradient, saved.x.array, dz, **saved.keywords)
+    dw = call(ops.all_gather_weight_gradient, saved.x.array, dz, **saved.keywords)
     return lent(dw, saved.w), _sum_rows(saved, dz)
 
 
@@ -188,7 +181,7 @@ def _row_parallel_linear(
     Raises ShapeError, DtypeError or LayoutError on all ranks, or MismatchError if only other ranks refuse.
     """
 
-    operation = matmul_reduce_scatter if sequence_parallel else matmul_all_reduce
+    operation = ops.matmul_reduce_scatter if sequence_parallel else ops.matmul_all_reduce
 
     def check(comm: Communicator) -> tuple[str, tuple[Any, ...]]:
         tensors = _linear_tensors(x, w, bias)
@@ -214,27 +207,27 @@ def _row_dy(saved: Kept, dy: Any) -> Array:
     if saved.sequence_parallel:
         return given
     comm = over_losses(saved.comm)
-    scattered: Array = call(reduce_scatter, given, counts=saved.counts, dtype=saved.dtype, comm=comm)
+    scattered: Array = call(ops.reduce_scatter, given, counts=saved.counts, dtype=saved.dtype, comm=comm)
     return scattered
 
 
 def _row_backward(saved: Kept, dy: Any) -> Gradients:
     d, options = _row_dy(saved, dy), saved.keywords
     db = _start_shared_sum(saved, d)
-    dx, dw = call(all_gather_matmul_weight_gradient, d, saved.w.array.T, saved.x.array, **options)
+    dx, dw = call(ops.all_gather_matmul_weight_gradient, d, saved.w.array.T, saved.x.array, **options)
     return lent(dx, saved.x), lent(dw, saved.w), _shared_sum(saved, db, d)
 
 
 def _row_backward_input(saved: Kept, dy: Any) -> tuple[Gradients, Any]:
     d = _row_dy(saved, dy)
-    dx = call(all_gather_matmul, d, saved.w.array.T, **saved.keywords)
+    dx = call(ops.all_gather_matmul, d, saved.w.array.T, **saved.keywords)
     return (lent(dx, saved.x),), (saved, d)
 
 
 def _row_backward_weight(rest: tuple[Kept, Array]) -> Gradients:
     saved, d = rest
     db = _start_shared_sum(saved, d)
-    dw = call(all_gather_weight_gradient, d, saved.x.array, **saved.keywords)
+    dw = call(ops.all_gather_weight_gradient, d, saved.x.array, **saved.keywords)
     return lent(contiguous(dw.T), saved.w), _shared_sum(saved, db, d)
 
 
@@ -256,7 +249,7 @@ def _shared_sum(saved: Kept, pending: Any, d: Array) -> Any:
         return give(arrived(pending), saved.bias)
     shape = (sum(saved.counts), *d.shape[1:-1], 1)
     ones = narrow(filled(shape, accumulator(saved.dtype), 1, d), saved.dtype)
-    db = call(all_gather_weight_gradient, d, ones, **saved.keywords)  # row after row, whoever has it
+    db = call(ops.all_gather_weight_gradient, d, ones, **saved.keywords)  # row after row, whoever has it
     return lent(db.reshape(-1), saved.bias)
 
 

@@ -71,9 +71,8 @@ def _gate(
     normalize: bool = True,
     capacity_factor: float | None = None,
     policy: str = "probs",
-    into: list[Kept] | None = None,
 ) -> tuple[Any, Kept]:
-    """weights = softmax(x @ router)[the k best experts]. `into` gets the Kept too."""
+    """weights = softmax(x @ router)[the k best experts]"""
 
     def check(_: Communicator) -> tuple[str, int, tuple[Tensor, Tensor]]:
         tx, tr, text = check_route(x, router, k, normalize, capacity_factor, policy)
@@ -81,10 +80,7 @@ def _gate(
 
     group, (tx, tr), _ = enter("route", comm, check)
     choice, dtype = chosen(tx, tr, k, normalize, capacity_factor, policy), accumulator(tx.dtype)
-    gate = Kept(tx, choice.shares.shape, dtype, router=tr, choice=choice, comm=group)
-    if into is not None:
-        into.append(gate)
-    return lent(choice.weights, tx, dtype), gate
+    return lent(choice.weights, tx, dtype), Kept(tx, choice.shares.shape, dtype, router=tr, choice=choice, comm=group)
 
 
 def _gate_backward(saved: Kept, dweights: Any) -> Gradients:
@@ -110,9 +106,9 @@ class _Routing:
 
     @in_section("route")
     def __call__(self, x: Any, router: Any, **options: Any) -> Route:
-        into: list[Kept] = []
-        weights = self._weights(x, router, into=into, **options)
-        return self._route(weights, into[0])
+        kept: list[Kept] = []
+        weights = self._weights.watched(kept.append)(x, router, **options)
+        return self._route(weights, kept[0])
 
     @in_section("route")
     def forward(self, x: Any, router: Any, **options: Any) -> tuple[Route, Kept]:

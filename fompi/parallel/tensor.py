@@ -21,13 +21,7 @@ from fompi.backends.numbers import contiguous, narrow, wide_product, widen
 from fompi.base.errors import ShapeError
 from fompi.base.layout import accumulator, offsets
 from fompi.engine.communicator import Communicator
-from fompi.ops.operations import (
-    all_gather_matmul,
-    all_gather_matmul_many,
-    all_gather_matmul_weight_gradient,
-    all_gather_weight_gradient,
-    matmul_reduce_scatter,
-)
+from fompi.ops import operations as ops
 from fompi.parallel.arrays import (
     Array,
     Kept,
@@ -120,7 +114,7 @@ def _attention(
     dtype, (mine, keys) = tx.dtype, heads_of(group.rank, group.size, heads, kv_heads)
     total, between, batch = sum(counts), tx.array.shape[1:-1], prod(tx.array.shape[1:-1])
     arrays = [w.array for w in weights]
-    _, projected = call(all_gather_matmul_many, tx.array, arrays[:3], dtype=dtype, comm=group)
+    _, projected = call(ops.all_gather_matmul_many, tx.array, arrays[:3], dtype=dtype, comm=group)
     q, k, v = (a.reshape(total, batch * len(have), d) for a, have in zip(projected, (mine, keys, keys), strict=True))
     reads = [b * len(keys) + h // (heads // kv_heads) - keys.start for b in range(batch) for h in mine]
     at = np.arange(total)
@@ -137,7 +131,7 @@ def _attention(
     if query_split:
         y = _rows_of_owners(attend_to, arrays[3], counts, dtype, group)
     else:
-        y = call(matmul_reduce_scatter, attend_to(0, total), arrays[3], counts=counts, dtype=dtype, comm=group)
+        y = call(ops.matmul_reduce_scatter, attend_to(0, total), arrays[3], counts=counts, dtype=dtype, comm=group)
     saved = Kept(
         x=tx, weights=weights, comm=group, counts=counts, heads=heads, kv_heads=kv_heads, head_dim=d, batch=batch,
         local=local, reads=reads, q=q, k=k, v=v, o=o, lse=lse, shape=y.shape,
@@ -188,10 +182,10 @@ def _heads_result(saved: Kept) -> Array:
 def _attention_backward(saved: Kept, dy: Any) -> Gradients:
     d = enter_backward("attention", saved, dy)
     options = saved.keywords
-    do, dwo = call(all_gather_matmul_weight_gradient, d, saved.weights[3].array.T, _heads_result(saved), **options)
+    do, dwo = call(ops.all_gather_matmul_weight_gradient, d, saved.weights[3].array.T, _heads_result(saved), **options)
     inner = _attention_inner(saved, do)
-    dw = start(all_gather_weight_gradient, saved.x.array, inner, **options)  # both travel at once
-    dx = start(matmul_reduce_scatter, inner, _projections(saved).T, counts=saved.counts, **options)
+    dw = start(ops.all_gather_weight_gradient, saved.x.array, inner, **options)  # both travel at once
+    dx = start(ops.matmul_reduce_scatter, inner, _projections(saved).T, counts=saved.counts, **options)
     dws = _weight_gradients(saved, arrived(dw))
     return lent(arrived(dx), saved.x), *dws, lent(dwo, saved.weights[3])
 
@@ -199,16 +193,16 @@ def _attention_backward(saved: Kept, dy: Any) -> Gradients:
 def _attention_backward_input(saved: Kept, dy: Any) -> tuple[Gradients, Any]:
     d = enter_backward("attention", saved, dy)
     options = saved.keywords
-    inner = _attention_inner(saved, call(all_gather_matmul, d, saved.weights[3].array.T, **options))
-    dx = call(matmul_reduce_scatter, inner, _projections(saved).T, counts=saved.counts, **options)
+    inner = _attention_inner(saved, call(ops.all_gather_matmul, d, saved.weights[3].array.T, **options))
+    dx = call(ops.matmul_reduce_scatter, inner, _projections(saved).T, counts=saved.counts, **options)
     return (lent(dx, saved.x),), (saved, d, inner)
 
 
 def _attention_backward_weight(rest: tuple[Kept, Array, Array]) -> Gradients:
     saved, d, inner = rest
     options = saved.keywords
-    dwo = start(all_gather_weight_gradient, d, _heads_result(saved), **options)
-    dw = call(all_gather_weight_gradient, saved.x.array, inner, **options)
+    dwo = start(ops.all_gather_weight_gradient, d, _heads_result(saved), **options)
+    dw = call(ops.all_gather_weight_gradient, saved.x.array, inner, **options)
     dws = _weight_gradients(saved, dw)
     return *dws, lent(contiguous(arrived(dwo).T), saved.weights[3])
 
