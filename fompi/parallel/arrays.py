@@ -236,8 +236,7 @@ def borrow_integers(x: Any, name: str, like: Tensor | None = None) -> Array:
         check_place(name, tensor.array, like.array)
     if tensor.array.dtype.kind not in "iu" or tensor.dtype in CARRIERS:
         raise DtypeError(f"{name} has dtype {tensor.dtype}: it must be an integer dtype")
-    array: Array = tensor.array
-    return array
+    return tensor.array
 
 
 def borrow_gradient(dy: Any, dtype: str, shape: Sequence[int], like: Tensor) -> Array:
@@ -248,8 +247,7 @@ def borrow_gradient(dy: Any, dtype: str, shape: Sequence[int], like: Tensor) -> 
         raise DtypeError(f"dy has dtype {tensor.dtype}, but the result has {dtype}")
     if tensor.array.shape != tuple(shape):
         raise ShapeError(f"dy has the shape {tensor.array.shape}, but the result has {tuple(shape)}")
-    array: Array = tensor.array
-    return array
+    return tensor.array
 
 
 def give(array: Array, like: Tensor) -> Any:
@@ -365,8 +363,7 @@ def read(fetched: Any, comm: Communicator) -> Array:
             raise DeviceError(f"rank {comm.rank} waits for numbers of its device for {engine.timeout:g} s")
         engine.progress_while_waiting()
         sleep(POLL_SECONDS)
-    array: Array = fetched.get()
-    return array
+    return fetched.get()
 
 
 POLL_SECONDS = 2e-5
@@ -375,8 +372,7 @@ POLL_SECONDS = 2e-5
 def arrived_from(pending: Pending, rank: int) -> Array:
     """The rows of the result that come from `rank`, as an array, as soon as they are there."""
     give_way()
-    rows: Array = array_of(pending.part(rank))
-    return rows
+    return array_of(pending.part(rank))
 
 
 def tensor_of(array: Any, dtype: str) -> Any:
@@ -412,16 +408,14 @@ def array_of(result: Any) -> Any:
 
 def enter_backward(name: str, saved: Kept, dy: Any) -> Array:
     """dy as an array, once all ranks have begun this backward."""
-    array: Array = enter(f"the backward of {name}", saved.comm, lambda _: ("", 0, saved.gradient(dy)))[1]
-    return array
+    return enter(f"the backward of {name}", saved.comm, lambda _: ("", 0, saved.gradient(dy)))[1]
 
 
 def memory(comm: Communicator, shape: tuple[int, ...], dtype: Any, like: Array) -> Array:
     """`np.empty(shape, dtype)` where `like` is, in memory that was used before: new memory costs as much as a copy."""
     if place(like) is not None:
         return np.empty(shape, dtype, like=like)
-    array: Array = comm.engine.arena.take(shape, dtype)
-    return array
+    return comm.engine.arena.take(shape, dtype)
 
 
 def zeros(comm: Communicator, shape: tuple[int, ...], dtype: Any, like: Array) -> Array:

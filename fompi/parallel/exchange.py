@@ -151,8 +151,7 @@ class Exchange:
 
     def came(self, pending: Any) -> Array:
         """The values that have arrived, expert by expert."""
-        values: Array = arrived(pending)[self.order]
-        return values
+        return arrived(pending)[self.order]
 
     def go_back(self, values: Array, dtype: str) -> Any:
         """Send values, which stand expert by expert, to where their rows came from."""

@@ -207,8 +207,7 @@ def _row_dy(saved: Kept, dy: Any) -> Array:
     if saved.sequence_parallel:
         return given
     comm = over_losses(saved.comm)
-    scattered: Array = call(ops.reduce_scatter, given, counts=saved.counts, dtype=saved.dtype, comm=comm)
-    return scattered
+    return call(ops.reduce_scatter, given, counts=saved.counts, dtype=saved.dtype, comm=comm)
 
 
 def _row_backward(saved: Kept, dy: Any) -> Gradients:

@@ -76,8 +76,7 @@ def _enter(name: str, comm: Any, tensors: Sequence[Any], sharding: Sharding, *ho
 def _enter_backward(name: str, saved: Kept, do: Any) -> Array:
     """The gradient of the result as an array, once all ranks have begun this backward."""
     axes = [(f"the backward of {name}", comm) for comm in saved.comms]
-    array: Array = enter_axes(axes, lambda _: ("", 0, saved.gradient(do)))[1]
-    return array
+    return enter_axes(axes, lambda _: ("", 0, saved.gradient(do)))[1]
 
 
 def _reads(heads: int, kv_heads: int) -> list[int]:

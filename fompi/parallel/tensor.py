@@ -158,8 +158,7 @@ def _rows_of_owners(
         other = arrived(pending)
         if counts[rank]:
             add(term, other)
-    y: Array = narrow(term, dtype)
-    return y
+    return narrow(term, dtype)
 
 
 def _attention_inner(saved: Kept, do: Array) -> Array:

@@ -114,8 +114,7 @@ class ColumnParallelLinear(Sharded):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         how = options_of(self, "activation", "comm", "sequence_parallel")
-        y: torch.Tensor = tensor.column_parallel_linear(x, self.weight.T, self.bias, **how)
-        return y
+        return tensor.column_parallel_linear(x, self.weight.T, self.bias, **how)
 
 
 class RowParallelLinear(Sharded):
@@ -165,8 +164,7 @@ class RowParallelLinear(Sharded):
         if not self.reduce:
             return F.linear(x, self.weight)
         how = options_of(self, "comm", "sequence_parallel")
-        y: torch.Tensor = tensor.row_parallel_linear(x, self.weight.T, self.bias, counts=counts, **how)
-        return y
+        return tensor.row_parallel_linear(x, self.weight.T, self.bias, counts=counts, **how)
 
 
 def options_of(module: torch.nn.Module, *names: str) -> dict[str, Any]:
@@ -404,8 +402,7 @@ class ParallelAttention(Sharded):
     def forward(self, x: torch.Tensor, cu_seqlens: Any = None) -> torch.Tensor:
         weights = (getattr(self, f"{name}_proj").weight.T for name in "qkvo")
         how = options_of(self, "heads", "kv_heads", "comm", "causal", "scale", "query_split")
-        y: torch.Tensor = tensor.attention(x, *weights, cu_seqlens=cu_seqlens, **how)
-        return y
+        return tensor.attention(x, *weights, cu_seqlens=cu_seqlens, **how)
 
 
 # ---------------------------------------------------------------------------------------------------- vocabulary
@@ -442,8 +439,7 @@ class VocabParallelEmbedding(Sharded):
 
     def forward(self, tokens: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         how = options_of(self, "comm", "sequence_parallel")
-        y: torch.Tensor = tensor.vocab_parallel_embedding(tokens, self.weight, counts=counts, **how)
-        return y
+        return tensor.vocab_parallel_embedding(tokens, self.weight, counts=counts, **how)
 
 
 # ------------------------------------------------------------------------------------------------------- experts
