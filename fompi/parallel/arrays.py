@@ -315,14 +315,15 @@ def over_losses(comm: Communicator) -> Communicator:
     return comm.using(order="ranks") if "order" in comm.how else comm
 
 
-def check_leaves(comm: Communicator, features: int, adds_subtrees: bool) -> None:
-    """Raise the error of an order that a strategy with this many features on this rank cannot have.
+def check_leaves(comm: Communicator, features: int, adds_subtrees: bool) -> int:
+    """How many leaves this rank has of a sum over features, if the order has leaves; else 0.
 
-    `adds_subtrees`: the features of a rank must be one subtree.
+    Raises the error of an order that a strategy with this many features on this rank cannot have. `adds_subtrees`: the
+    features of a rank must be one subtree.
     """
     canonical = Canonical.of(order_on(comm))
     if canonical is None:
-        return
+        return 0
     mine, terms = canonical.counts(comm.size)[comm.rank], canonical.subtrees(comm.size)
     if features % mine:
         why = f"rank {comm.rank} has {mine} of {canonical.leaves} leaves, equal parts of its {features} features"
@@ -330,6 +331,7 @@ def check_leaves(comm: Communicator, features: int, adds_subtrees: bool) -> None
     if adds_subtrees and max(map(len, terms)) > 1:
         why = f"ranks have several subtrees, because {canonical.leaves} / {comm.size} is no power of two"
         raise PlanError(f"order={canonical}: {why}: choose another order, or sequence_parallel=True")
+    return mine
 
 
 def order_on(comm: Communicator) -> str:

@@ -17,7 +17,6 @@ from fompi.backends.numbers import narrow, widen
 from fompi.base.layout import offsets, split
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_to_all
-from fompi.ops.pending import Pending
 from fompi.parallel.arrays import Array, arrived, arrived_from, memory, start, transfer
 from fompi.parallel.attention import check_heads
 
@@ -94,14 +93,6 @@ class Deal:
         return sum(map(len, self.keys)) > len({head for keys in self.keys for head in keys})
 
 
-def query_heads(array: Array, deal: Deal, dtype: str) -> Pending:
-    """Each rank gets its query heads of `array`, (tokens of this rank, all heads, width), of the tokens of all."""
-    if deal.parts > 1:
-        array = np.concatenate([array[:, heads.start : heads.stop] for heads in deal.queries], 1)
-    how: dict[str, Any] = {"split_dim": 1, "concat_dim": 0, "counts": [*map(len, deal.queries)]}
-    return start(all_to_all, array, dtype=dtype, comm=deal.comm, schedule="pairwise", **how)
-
-
 class ToHeads:
     """Each rank gets its heads of arrays (tokens of this rank, all heads, width), in one message from each rank.
 
@@ -127,6 +118,12 @@ class ToHeads:
 
     def _heads_of(self, rank: int) -> list[Array]:
         return [x[:, heads[rank].start : heads[rank].stop] for x, heads in self.arrays]
+
+    def whole(self) -> list[Array]:
+        """The heads of this rank of the tokens of all ranks, once they are there."""
+        found = [self.of(source) for source in range(self.comm.size)]
+        self.pending.wait()
+        return [np.concatenate(of_all) for of_all in zip(*found, strict=True)]
 
     def of(self, source: int) -> list[Array]:
         """The heads of this rank of the tokens of `source`, as soon as they are there."""

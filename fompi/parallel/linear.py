@@ -27,7 +27,6 @@ from fompi.parallel.arrays import (
     enter_backward,
     give,
     held_alike,
-    leaves_of,
     lent,
     over_losses,
     start,
@@ -60,48 +59,37 @@ def _column_parallel_linear(
     Raises ShapeError, DtypeError or PlanError on all ranks, or MismatchError if only other ranks refuse.
     """
 
-    def check(comm: Communicator) -> tuple[str, tuple[Tensor, Tensor, Tensor | None]]:
-        tensors = _linear_tensors(x, w, bias)
-        features, halves = tensors[1].array.shape[1], 2 if activation == "swiglu" else 1
-        check_leaves(comm, features // halves, not sequence_parallel)
+    def check(comm: Communicator) -> tuple[str, Kept]:
+        saved = _borrowed(x, w, bias, sequence_parallel=sequence_parallel, activation=activation, counts=())
+        features, halves = saved.w.array.shape[1], 2 if activation == "swiglu" else 1
+        saved.leaves = check_leaves(comm, features // halves, not sequence_parallel)
         check_activation(activation, features, "w")
-        return f"of column_parallel_linear, {activation}", tensors
+        return f"of column_parallel_linear, {activation}", saved
 
-    counts: Sequence[int] = ()
     if sequence_parallel:
-        group, text, (tx, tw, tb) = admit(ops.all_gather_matmul, comm, check)
-        added = None if tb is None else tb.array
-        pending = begin(ops.all_gather_matmul, text, tx.array, tw.array, bias=added, dtype=tx.dtype, comm=group)
-        z, dtype, counts = arrived(pending), tx.dtype, pending.counts
+        group, text, saved = admit(ops.all_gather_matmul, comm, check)
+        how = {"bias": _array(saved.bias), "dtype": saved.dtype, "comm": group}
+        pending = begin(ops.all_gather_matmul, text, saved.x.array, saved.w.array, **how)
+        z, saved.counts = arrived(pending), pending.counts
     else:  # nothing is sent, so the ranks agree here
 
-        def check_all(comm: Communicator) -> tuple[str, int, tuple[Tensor, Tensor, Tensor | None]]:
-            text, tensors = check(comm)
-            text += f", {tensors[0].dtype}, x {tensors[0].array.shape}, bias={tensors[2] is not None}"
-            return text, 0, tensors
+        def check_all(comm: Communicator) -> tuple[str, int, Kept]:
+            text, saved = check(comm)
+            text += f", {saved.dtype}, x {saved.x.array.shape}, bias={saved.bias is not None}"
+            return text, 0, saved
 
-        group, (tx, tw, tb), _ = enter("column_parallel_linear", comm, check_all)
-        dtype = tx.dtype
-        if not leaves_of(group):
-            wide = wide_product(tx.array, tw.array, dtype)
-            z = narrow(wide if tb is None else wide + widen(tb.array, dtype), dtype)
+        group, saved, _ = enter("column_parallel_linear", comm, check_all)
+        if not saved.leaves:
+            wide = wide_product(saved.x.array, saved.w.array, saved.dtype)
+            z = narrow(wide if saved.bias is None else wide + widen(saved.bias.array, saved.dtype), saved.dtype)
         else:
-            z = narrow(ordered_product(tx.array, tw.array, dtype, 1, None if tb is None else tb.array), dtype)
-    saved = _kept(tx, tw, tb, group, sequence_parallel=sequence_parallel, counts=counts, activation=activation)
-    y = z
+            z = narrow(ordered_product(saved.x.array, saved.w.array, saved.dtype, 1, _array(saved.bias)), saved.dtype)
+    saved.comm, y = group, z
     if activation != "none":
         saved.z = z
-        y = narrow(activate(widen(z, dtype), activation), dtype)
+        y = narrow(activate(widen(z, saved.dtype), activation), saved.dtype)
     saved.shape = y.shape
-    return lent(y, tx), saved
-
-
-def _kept(x: Tensor, w: Tensor, bias: Tensor | None, comm: Communicator, **more: Any) -> Kept:
-    """What the backward of a linear layer needs.
-
-    `counts`: the rows of each rank. `leaves`: how many leaves this rank has of a sum over features; 0 without them.
-    """
-    return Kept(x, w=w, bias=bias, comm=comm, leaves=leaves_of(comm), **more)
+    return lent(y, saved.x), saved
 
 
 def _column_dz(saved: Kept, dy: Any) -> Array:
@@ -183,22 +171,20 @@ def _row_parallel_linear(
 
     operation = ops.matmul_reduce_scatter if sequence_parallel else ops.matmul_all_reduce
 
-    def check(comm: Communicator) -> tuple[str, tuple[Any, ...]]:
-        tensors = _linear_tensors(x, w, bias)
-        check_leaves(comm, len(tensors[1].array), False)
-        rows = len(tensors[0].array)
+    def check(comm: Communicator) -> tuple[str, Kept]:
+        saved = _borrowed(x, w, bias, sequence_parallel=sequence_parallel)
+        saved.leaves = check_leaves(comm, len(saved.w.array), False)
         if counts is not None and not sequence_parallel:
             raise LayoutError("counts= is for sequence_parallel=True: without it, every rank keeps all rows")
-        kept = list(counts_of("row_parallel_linear", counts, rows, comm.size, "the rows"))
-        return "of row_parallel_linear", (*tensors, kept)
+        saved.counts = [*counts_of("row_parallel_linear", counts, len(saved.x.array), comm.size, "the rows")]
+        return "of row_parallel_linear", saved
 
-    group, text, (tx, tw, tb, kept) = admit(operation, comm, check)
-    added = None if tb is None else tb.array
-    how = {"comm": group, "counts": kept} if sequence_parallel else held_alike(group)
-    y = arrived(begin(operation, text, tx.array, tw.array, bias=added, dtype=tx.dtype, **how))
-    saved = _kept(tx, tw, tb, group, sequence_parallel=sequence_parallel, counts=kept)
-    saved.shape = y.shape
-    return lent(y, tx), saved
+    group, text, saved = admit(operation, comm, check)
+    how = {"comm": group, "counts": saved.counts} if sequence_parallel else held_alike(group)
+    how |= {"bias": _array(saved.bias), "dtype": saved.dtype}
+    y = arrived(begin(operation, text, saved.x.array, saved.w.array, **how))
+    saved.comm, saved.shape = group, y.shape
+    return lent(y, saved.x), saved
 
 
 def _row_dy(saved: Kept, dy: Any) -> Array:
@@ -264,7 +250,12 @@ def _product(a: Array, b: Array, dtype: str, leaves: int) -> Array:
     return ordered_product(a, b, dtype, leaves) if leaves else wide_product(a, b, dtype)
 
 
-def _linear_tensors(x: Any, w: Any, bias: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+def _array(tensor: Tensor | None) -> Array | None:
+    return None if tensor is None else tensor.array
+
+
+def _borrowed(x: Any, w: Any, bias: Any, **more: Any) -> Kept:
+    """The tensors of a linear layer, checked."""
     tx = borrow(x, "x")
     tw = borrow(w, "w", tx, 2)
     if tx.array.ndim < 2 or tx.array.shape[-1] != len(tw.array):
@@ -272,7 +263,7 @@ def _linear_tensors(x: Any, w: Any, bias: Any) -> tuple[Tensor, Tensor, Tensor |
     tb = None if bias is None else borrow(bias, "bias", tx, 1)
     if tb is not None and len(tb.array) != tw.array.shape[1]:
         raise ShapeError(f"bias has {len(tb.array)} features, but w has {tw.array.shape[1]}")
-    return tx, tw, tb
+    return Kept(tx, w=tw, bias=tb, **more)
 
 
 column_parallel_linear = Differentiable(

@@ -22,10 +22,10 @@ from fompi.backends.numbers import widen
 from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import accumulator
 from fompi.engine.communicator import Communicator
-from fompi.parallel.arrays import Array, Kept, arrived, borrow, enter_axes, give, lent, zeros
+from fompi.parallel.arrays import Array, Kept, borrow, enter_axes, give, lent, zeros
 from fompi.parallel.attention import Rule, check_heads
 from fompi.parallel.differentiable import Differentiable, Gradients
-from fompi.parallel.heads import Deal, Returns, ToHeads, query_heads, return_all
+from fompi.parallel.heads import Deal, Returns, ToHeads, return_all
 from fompi.parallel.local import LocalAttention, check_kernel
 from fompi.parallel.ring import AttentionRing
 from fompi.parallel.sharding import LAYOUTS, Sharding, check_ranks, check_sharding, check_tokens, in_few_words
@@ -177,7 +177,7 @@ def _ulysses_backward(saved: Kept, do: Any) -> Gradients:
     for keys, queries in one_after_another(
         saved.slices,
         lambda part: part.fetch_gradient(array),
-        lambda part, arriving, then: part.backward(arriving, array, (all_kv, all_q), then),
+        lambda part, arriving, then: part.backward(arriving, (all_kv, all_q), then),
     ):
         keys.add()
         queries.add()
@@ -224,10 +224,7 @@ def _usp_attention(
     deal = Deal(q.shape[1], k.shape[1], across)
     rows = [len(sharding.indices(around.rank * across.size + rank)) for rank in range(across.size)]
     queries, keys = deal.queries, deal.keys
-    to_heads = ToHeads([(q, queries), (k, keys), (v, keys)], rows, dtype, across)
-    parts = [to_heads.of(rank) for rank in range(across.size)]
-    full_q, full_k, full_v = (np.concatenate(of_all) for of_all in zip(*parts, strict=True))
-    to_heads.pending.wait()
+    full_q, full_k, full_v = ToHeads([(q, queries), (k, keys), (v, keys)], rows, dtype, across).whole()
     at = [sharding.ring_indices(rank) for rank in range(around.size)]
     saved.ring = AttentionRing(saved.local, around, at, deal.reads)
     o = saved.ring.run(full_q, full_k, full_v)
@@ -242,7 +239,7 @@ def _usp_backward(saved: Kept, do: Any) -> Gradients:
     deal, rows, dtype, across, (tq, tk, tv) = saved.deal, saved.rows, saved.dtype, saved.comms[0], saved.tensors
     wide = accumulator(dtype)
     queries, keys = deal.queries, deal.keys
-    do = arrived(query_heads(array, deal, dtype))
+    (do,) = ToHeads([(array, queries)], rows, dtype, across).whole()
     full_dq, dk, dv = saved.ring.backward(do)
     dq = zeros(across, tq.array.shape, wide, full_dq)
     dkv = zeros(across, (*tk.array.shape[:2], tk.array.shape[2] + tv.array.shape[2]), wide, dk)

@@ -26,7 +26,6 @@ from fompi.parallel.arrays import (
     enter,
     enter_backward,
     give,
-    leaves_of,
     lent,
     over_losses,
     start_sum,
@@ -147,7 +146,7 @@ def _vocab_parallel_cross_entropy(
     does not read targets, the loss of such a row is NaN.
     """
 
-    def check(comm: Communicator) -> tuple[str, int, tuple[Tensor, Array]]:
+    def check(comm: Communicator) -> tuple[str, int, tuple[Tensor, Array, int]]:
         tl = borrow(logits, "logits")
         numbers = borrow_integers(targets, "targets", tl)
         if tl.array.ndim < 2 or tl.array.shape[:-1] != numbers.shape:
@@ -159,11 +158,11 @@ def _vocab_parallel_cross_entropy(
             raise LayoutError(f"label_smoothing={label_smoothing!r} must be a number from 0 to 1")
         if integer(ignore_index) is None:
             raise LayoutError(f"ignore_index={ignore_index!r} must be an integer")
-        check_leaves(comm, tl.array.shape[-1], True)
+        leaves = check_leaves(comm, tl.array.shape[-1], True)
         text = f"{tl.dtype}, {_checksum('targets', numbers)}, {label_smoothing=}, {ignore_index=}"
-        return text, tl.array.shape[-1], (tl, numbers)
+        return text, tl.array.shape[-1], (tl, numbers, leaves)
 
-    group, (tl, numbers), parts = enter("vocab_parallel_cross_entropy", comm, check)
+    group, (tl, numbers, leaves), parts = enter("vocab_parallel_cross_entropy", comm, check)
     vocabulary, dtype = sum(parts), accumulator(tl.dtype)
     numbers = numbers.reshape(-1)
     kept = numbers != ignore_index
@@ -177,7 +176,6 @@ def _vocab_parallel_cross_entropy(
     local, ours = _ours(numbers, parts, group.rank)
     ours = ours & kept
     terms = zeros(group, (3, len(z)), dtype, z)
-    leaves = leaves_of(group)
     terms[0] = _sum_of_features(e, leaves)
     if z.shape[1]:
         terms[1] = np.where(ours, np.take_along_axis(z, local[:, None], 1)[:, 0], z.dtype.type(0))
