@@ -45,7 +45,6 @@ from fompi.parallel.linear import column_parallel_linear, row_parallel_linear
 from fompi.parallel.local import LocalAttention, check_kernel
 from fompi.parallel.norm import all_reduce_rmsnorm
 from fompi.parallel.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
-from fompi.tensors.dlpack import Tensor
 
 __all__ = [
     "all_reduce_rmsnorm", "attention", "column_parallel_linear", "heads_of", "row_parallel_linear",
@@ -84,7 +83,7 @@ def _attention(
     Raises LayoutError, ShapeError or DtypeError on all ranks, or MismatchError if only other ranks refuse.
     """
 
-    def check(comm: Communicator) -> tuple[str, int, tuple[Tensor, tuple[Tensor, ...], int, Rule]]:
+    def check(comm: Communicator) -> tuple[str, int, Kept]:
         tx = borrow(x, "x")
         weights = tuple(borrow(w, name, tx, 2) for w, name in ((wq, "wq"), (wk, "wk"), (wv, "wv"), (wo, "wo")))
         mine, keys = heads_of(comm.rank, comm.size, heads, kv_heads)
@@ -104,13 +103,16 @@ def _attention(
         text = f"{tx.dtype}, x (rows, {tx.array.shape[1:]}), n={out}, {heads=}, {kv_heads=}, {causal=}, {scale=}, "
         text += f"{query_split=}, cu_seqlens={rule.cu_seqlens}"
         text += f", {d} numbers a head" if heads >= comm.size else ""
-        return text, len(tx.array), (tx, weights, d, rule)
+        local = LocalAttention(rule, tx.dtype, tx, attention)
+        saved = Kept(tx, weights=weights, heads=heads, kv_heads=kv_heads, head_dim=d, local=local)
+        return text, len(tx.array), saved
 
-    group, (tx, weights, d, rule), counts = enter("attention", comm, check)
+    group, saved, counts = enter("attention", comm, check)
     if heads < group.size:  # a rank without heads does not know how long they are
-        d = max(enter("attention: the length of a head", group, lambda _: ("", d, None))[2])
-    if rule.cu_seqlens is not None:
-        check_documents(rule.cu_seqlens, sum(counts))
+        saved.head_dim = max(enter("attention: the length of a head", group, lambda _: ("", saved.head_dim, None))[2])
+    tx, weights, local, d = saved.x, saved.weights, saved.local, saved.head_dim
+    if local.rule.cu_seqlens is not None:
+        check_documents(local.rule.cu_seqlens, sum(counts))
     dtype, (mine, keys) = tx.dtype, heads_of(group.rank, group.size, heads, kv_heads)
     total, between, batch = sum(counts), tx.array.shape[1:-1], prod(tx.array.shape[1:-1])
     arrays = [w.array for w in weights]
@@ -118,7 +120,6 @@ def _attention(
     q, k, v = (a.reshape(total, batch * len(have), d) for a, have in zip(projected, (mine, keys, keys), strict=True))
     reads = [b * len(keys) + h // (heads // kv_heads) - keys.start for b in range(batch) for h in mine]
     at = np.arange(total)
-    local = LocalAttention(rule, dtype, tx, attention)
     o, lse = np.empty_like(q), memory(group, q.shape[:2], accumulator(dtype), q)
 
     def attend_to(begin: int, end: int) -> Array:
@@ -132,10 +133,8 @@ def _attention(
         y = _rows_of_owners(attend_to, arrays[3], counts, dtype, group)
     else:
         y = call(ops.matmul_reduce_scatter, attend_to(0, total), arrays[3], counts=counts, dtype=dtype, comm=group)
-    saved = Kept(
-        x=tx, weights=weights, comm=group, counts=counts, heads=heads, kv_heads=kv_heads, head_dim=d, batch=batch,
-        local=local, reads=reads, q=q, k=k, v=v, o=o, lse=lse, shape=y.shape,
-    )  # fmt: skip
+    saved.comm, saved.counts, saved.shape, saved.reads = group, counts, y.shape, reads
+    saved.q, saved.k, saved.v, saved.o, saved.lse = q, k, v, o, lse
     return lent(y, tx), saved
 
 
