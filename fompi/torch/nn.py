@@ -8,8 +8,9 @@ Each rank holds a part of each parameter, or all of it. The same seed gives the 
 and for linear layers and embeddings the same numbers as `torch.nn.Linear` and `torch.nn.Embedding`. `state_dict()` has
 the parts of this rank. `full_state_dict` and `load_full_state_dict` have the names and shapes of the unsharded model.
 
-Creating a module is collective. Wrong arguments are a LayoutError, ShapeError, PlanError, DtypeError or TensorError.
-Other arguments or another random state than on other ranks are a MismatchError.
+Every module takes `comm`, and `device` and `dtype` as those of torch. Creating one is collective. Wrong arguments are a
+LayoutError, ShapeError, PlanError, DtypeError or TensorError. Other arguments or another random state than on other
+ranks are a MismatchError.
 
 Gradients are those of the sum of the losses of all ranks. A parameter of these modules that several ranks hold gets the
 sum over its holders.
@@ -93,11 +94,8 @@ class ColumnParallelLinear(Sharded):
         activation: str = "none",
         comm: Any = None,
         sequence_parallel: bool = True,
-        device: Any = None,
-        dtype: Any = None,
         **how: Any,
     ):
-        how |= {"device": device, "dtype": dtype}
         sizes = {"in_features": in_features, "out_features": out_features}
         options = {"bias": bool(bias), "activation": activation, "sequence_parallel": sequence_parallel}
 
@@ -138,8 +136,6 @@ class RowParallelLinear(Sharded):
         comm: Any = None,
         sequence_parallel: bool = True,
         reduce: bool = True,
-        device: Any = None,
-        dtype: Any = None,
         **how: Any,
     ):
         def check(comm: Communicator) -> None:
@@ -150,7 +146,6 @@ class RowParallelLinear(Sharded):
                     f"order={order_on(comm)}: with reduce=False the product is that of torch, without leaves"
                 )
 
-        how |= {"device": device, "dtype": dtype}
         sizes = {"in_features": in_features, "out_features": out_features}
         options = {"bias": bool(bias), "sequence_parallel": sequence_parallel} | ({} if reduce else {"reduce": False})
         super().__init__(*enter_module("RowParallelLinear", comm, sizes, options, how, check))
@@ -275,11 +270,8 @@ class LayerNorm(_Norm):
         bias: bool = True,
         *,
         comm: Any = None,
-        device: Any = None,
-        dtype: Any = None,
         **how: Any,
     ):
-        how |= {"device": device, "dtype": dtype}
         super().__init__(features, eps, ("weight", "bias") if bias else ("weight",), comm, how)
         if not bias:
             self.register_parameter("bias", None)
@@ -300,11 +292,9 @@ class RMSNorm(_Norm):
         eps: float = 1e-6,
         *,
         comm: Any = None,
-        device: Any = None,
-        dtype: Any = None,
         **how: Any,
     ):
-        super().__init__(features, eps, ("weight",), comm, how | {"device": device, "dtype": dtype})
+        super().__init__(features, eps, ("weight",), comm, how)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.normed(x, lambda x, weight: F.rms_norm(x, (self.features,), weight, self.eps))
@@ -329,11 +319,9 @@ class AllReduceRMSNorm(_Norm):
         *,
         sharded: bool = False,
         comm: Any = None,
-        device: Any = None,
-        dtype: Any = None,
         **how: Any,
     ):
-        super().__init__(features, eps, ("weight",), comm, how | {"device": device, "dtype": dtype})
+        super().__init__(features, eps, ("weight",), comm, how)
         self.sharded = bool(sharded)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -368,8 +356,6 @@ class ParallelAttention(Sharded):
         scale: float | None = None,
         query_split: bool = True,
         comm: Any = None,
-        device: Any = None,
-        dtype: Any = None,
         **how: Any,
     ):
         keys = heads if kv_heads is None else kv_heads
@@ -379,7 +365,6 @@ class ParallelAttention(Sharded):
             if head_dim is None and embed_dim % heads:
                 raise LayoutError(f"embed_dim={embed_dim} is no multiple of heads={heads}: pass head_dim=")
 
-        how |= {"device": device, "dtype": dtype}
         sizes = {"embed_dim": embed_dim, "heads": heads, "kv_heads": keys}
         sizes |= {} if head_dim is None else {"head_dim": head_dim}
         options = {"causal": causal, "scale": scale, "query_split": query_split}
@@ -424,12 +409,9 @@ class VocabParallelEmbedding(Sharded):
         *,
         comm: Any = None,
         sequence_parallel: bool = True,
-        device: Any = None,
-        dtype: Any = None,
         **how: Any,
     ):
         sizes = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
-        how |= {"device": device, "dtype": dtype}
         options = {"sequence_parallel": sequence_parallel}
         super().__init__(*enter_module("VocabParallelEmbedding", comm, sizes, options, how))
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
@@ -475,8 +457,6 @@ class MoE(Sharded):
         policy: str = "probs",
         microbatches: int = 1,
         comm: Any = None,
-        device: Any = None,
-        dtype: Any = None,
         **how: Any,
     ):
         sizes = {"features": features, "ffn": ffn, "experts": experts, "k": k}
@@ -486,7 +466,6 @@ class MoE(Sharded):
             check_activation(activation)
             check_choice(experts, k, capacity_factor, policy)
 
-        how |= {"device": device, "dtype": dtype}
         options = {"k": k, "activation": activation, "normalize": normalize}
         options |= {"capacity_factor": capacity_factor, "policy": policy, "microbatches": microbatches}
         super().__init__(*enter_module("MoE", comm, sizes, options, how, check))

@@ -122,6 +122,10 @@ def fill_linear(weight: torch.Tensor) -> None:
         init.kaiming_uniform_(w, a=sqrt(5))
 
 
+FACTORY = ("device", "dtype")
+"""The keywords of every module of torch."""
+
+
 def enter_module(
     name: str,
     comm: Any,
@@ -135,13 +139,13 @@ def enter_module(
     `how` are the device and the dtype, and the keywords of its calls, which the communicator carries from then on.
     `check` looks at that. Returns what `Sharded` takes.
     """
-    factory = {key: how.pop(key) for key in ("device", "dtype")}
+    factory = {key: how.pop(key, None) for key in FACTORY}
     arguments = sizes | options
 
     def agreed(comm: Communicator) -> tuple[str, int, Communicator]:
         for key in how:
             if key not in OF_COMMUNICATOR:
-                words = meant(key, [*arguments, *OF_COMMUNICATOR], "; did you mean {!r}?")
+                words = meant(key, [*arguments, *FACTORY, *OF_COMMUNICATOR], "; did you mean {!r}?")
                 raise ArgumentError(f"{name} has no argument {key!r}{words}")
         for key, n in sizes.items():
             if (integer(n) or 0) < 1:
