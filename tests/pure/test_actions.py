@@ -217,7 +217,7 @@ def test_wrong_orders(first, second, text, rank, action):
 
 def test_a_deadlock_of_two_ranks_names_both():
     """Rank 0 wants the gradient of 1 first, rank 1 the one of 0."""
-    with pytest.raises(PlanError, match="deadlocks") as caught:
+    with pytest.raises(PlanError, match="actions deadlock") as caught:
         actions([["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]], 2, 2)
     assert "0B0 of rank 0 waits for the backward of micro-batch 0 at stage 1" in str(caught.value)
     assert "1F1 of rank 1 waits for the forward of micro-batch 1 at stage 0" in str(caught.value)
@@ -232,7 +232,7 @@ def test_a_deadlock_of_two_ranks_names_both():
         (("1f1b", 2, 0.5), "microbatches=0.5 must be"),
         (("1f1b", 2, 2, 0), "chunks=0 must be"),
         (("1f1b", 2, 2, 1, True), "overlap_f_b is for eager-1f1b, interleaved, dualpipev: 1f1b leaves no room"),
-        (([["0F0", "0B0"]], 1, 1, 1, True), "lists what runs side by side"),
+        (([["0F0", "0B0"]], 1, 1, 1, True), "list what runs side by side"),
         (("1f1b", 2, 2, 2), "take 'interleaved'"),
         ((["0F0"], 1, 1), "actions are a list for each rank"),
         ((7, 1, 1), "actions are a list for each rank"),
