@@ -92,7 +92,7 @@ from fompi.traces.trace import Trace
 from fompi.tuning.adaptive import Adaptive, bind
 
 if TYPE_CHECKING:
-    from fompi.parallel.turns import interleave
+    from fompi.parallel.interleave import interleave
     from fompi.runtime.report import mark_step
     from fompi.tuning.calibrate import calibrate
 
@@ -157,7 +157,7 @@ _PACKAGES = ("torch", "jax", "parallel", "plans", "model", "traces")
 _LATE = {
     "calibrate": "fompi.tuning.calibrate",
     "mark_step": "fompi.runtime.report",
-    "interleave": "fompi.parallel.turns",
+    "interleave": "fompi.parallel.interleave",
 }
 """The modules of names that few programs use."""
 

@@ -9,7 +9,7 @@ import fompi
 from fompi.parallel import section
 
 HERE = Path(fompi.__file__).parent
-OTHER_FILES = ("section.py", "turns.py", "products.py")
+OTHER_FILES = ("section.py", "interleave.py", "products.py")
 """The files that end a section, and a file of kernels."""
 
 OUTSIDE = ("<lambda>", "__del__", "<module>")

@@ -206,7 +206,7 @@ fompi.all_gather(np.ones((2, 2)), schedule="mine")
     ),
     use(
         "an order of stages",
-        "from fompi.parallel import pipeline\npipeline.order('1f2b', ranks=2, microbatches=4)",
+        "from fompi.parallel import pipeline\npipeline.actions('1f2b', ranks=2, microbatches=4)",
         "1f2b",
         "1f1b",
     ),

@@ -20,9 +20,9 @@ from fompi.engine.communicator import Communicator
 from fompi.model.machine import Machine
 from fompi.parallel.activations import activate, activate_backward
 from fompi.parallel.arrays import add
-from fompi.parallel.attention import Rule, attend, attend_backward, merge
+from fompi.parallel.attention import Rule, Three, attend, attend_backward, merge
 from fompi.parallel.exchange import grouped, grouped_gradient
-from fompi.parallel.turns import give_way
+from fompi.parallel.interleave import give_way
 from fompi.tensors.arena import Arena
 
 Array = np.ndarray[Any, Any]
@@ -113,9 +113,8 @@ def _attend(q: Array, k: Array, v: Array, reads: Sequence[int], q_at: Array, k_a
     return flops, q.nbytes + k.nbytes + 2 * v.nbytes, results
 
 
-def _attend_backward(
-    q: Array, k: Array, v: Array, o: Array, lse: Array, do: Array, reads: Any, q_at: Array, k_at: Array, rule: Rule
-) -> KernelWork:
+def _attend_backward(qkv: Three, results: Three, reads: Any, q_at: Array, k_at: Array, rule: Rule) -> KernelWork:
+    (q, k, v), o = qkv, results[0]
     (_, heads, d), e = q.shape, v.shape[2]
     flops = 2.0 * pairs(rule, q_at, k_at) * heads * (3 * d + 2 * e)
     nbytes = 2 * (q.nbytes + k.nbytes + v.nbytes) + 2 * o.nbytes

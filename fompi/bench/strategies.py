@@ -26,10 +26,10 @@ from fompi.parallel.attention import Rule, attend
 from fompi.parallel.data import SGD, DataParallel
 from fompi.parallel.differentiable import Differentiable
 from fompi.parallel.expert import experts_of, moe
+from fompi.parallel.interleave import interleave
 from fompi.parallel.pipeline import Pipeline
 from fompi.parallel.sequence import Sharding, ring_attention, ulysses_attention, usp_attention
 from fompi.parallel.tensor import attention, column_parallel_linear, row_parallel_linear
-from fompi.parallel.turns import interleave
 from fompi.tuning.rounds import Figure, Row, median_interval
 
 Array = np.ndarray[Any, Any]

@@ -17,7 +17,7 @@ from fompi.foreign.algorithm import ScheduleError
 from fompi.foreign.proof import check
 from fompi.foreign.translate import plan_of
 from fompi.model.machine import Machine
-from fompi.parallel.order_files import OrderVerdict, is_order, judge
+from fompi.parallel.action_files import FileVerdict, judge, lists_actions
 
 EXAMPLE = "{} check allreduce_ring.xml --machine h100-nvlink --nbytes 1000000"
 
@@ -82,7 +82,7 @@ def _checked(file: str, machine: Machine, nbytes: int, runs: bool) -> Checked:
             raise ScheduleError("no such file")
         content = file_checks.read(path)
         text = file_checks.decoded(content)
-        return _order(file, text, runs) if is_order(text) else _schedule(file, content, machine, nbytes, runs)
+        return _actions(file, text, runs) if lists_actions(text) else _schedule(file, content, machine, nbytes, runs)
     except (ScheduleError, LayoutError, PlanError, OSError) as error:
         words = str(error)
         raise ScheduleError(words if words.startswith(file) else f"{file}: {words}") from None
@@ -153,14 +153,14 @@ def _run_plan(file: str, made: fompi.Plan) -> str:
     return _on_ranks(file, made.size, equal)
 
 
-# ------------------------------------------------------------------------------- orders of torch.distributed.pipelining
+# ------------------------------------------------------------------------------ actions of torch.distributed.pipelining
 
 
-def _order(file: str, text: str, runs: bool) -> Checked:
-    """The order of a pipeline (`fompi.parallel.order_files`)."""
+def _actions(file: str, text: str, runs: bool) -> Checked:
+    """The actions of a pipeline (`fompi.parallel.action_files`)."""
     verdict = judge(text)
     what = f"a pipeline of {verdict.ranks} ranks, {verdict.stages} stages and {verdict.microbatches} micro-batches"
-    ran = _run_order(file, verdict) if runs and verdict.is_right else ""
+    ran = _run_actions(file, verdict) if runs and verdict.is_right else ""
     values = {"file": file, "right": verdict.is_right, **verdict._asdict(), "run": ran}
     del values["rows"]
     if not verdict.is_right:
@@ -173,12 +173,12 @@ def _order(file: str, text: str, runs: bool) -> Checked:
     return Checked(file, what + listed, (), values, words, ran)
 
 
-def _run_order(file: str, verdict: OrderVerdict) -> str:
+def _run_actions(file: str, verdict: FileVerdict) -> str:
     """Run it as a pipeline of products of small whole numbers, whose gradients are known. Collective."""
     import numpy as np
 
     from fompi.model.pipeline import stages_of
-    from fompi.parallel.orders import order, placement_in
+    from fompi.parallel.actions import actions, placement_in
     from fompi.parallel.pipeline import Pipeline
 
     class Product:
@@ -211,7 +211,7 @@ def _run_order(file: str, verdict: OrderVerdict) -> str:
 
     def equal(comm: fompi.Communicator) -> bool:
         chunks = verdict.stages // verdict.ranks
-        steps = order([[*row] for row in verdict.rows], verdict.ranks, verdict.microbatches, chunks)
+        steps = actions([[*row] for row in verdict.rows], verdict.ranks, verdict.microbatches, chunks)
         mine = stages_of(comm.rank, comm.size, chunks, placement_in(steps, chunks))
         stages = {stage: Product(stage) for stage in mine}
         how: dict[str, Any] = {"microbatches": verdict.microbatches, "activations": (2, 3), "dtype": "float64"}

@@ -1,6 +1,6 @@
-"""Pipelines as formulas: the time of an order, and the micro-batches that are alive. All stages are equal.
+"""Pipelines as formulas: the time of a schedule, and the micro-batches that are alive. All stages are equal.
 
-`fompi.parallel.orders` writes the orders. Its event walk is exact, and the tests compare it with these formulas.
+`fompi.parallel.actions` writes the actions. Its event walk is exact, and the tests compare it with these formulas.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from fompi.base.errors import PlanError, quoted
 
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipev")
-"""The names of the orders. GPipe: 1811.06965. 1F1B: 1806.03377. Interleaved: 2104.04473. Zero bubble: 2401.10241. ZBV:
-2405.15362. DualPipeV: 2412.19437, cut in half (Sea AI Lab)."""
+"""The names of the schedules. GPipe: 1811.06965. 1F1B: 1806.03377. Interleaved: 2104.04473. Zero bubble: 2401.10241.
+ZBV: 2405.15362. DualPipeV: 2412.19437, cut in half (Sea AI Lab)."""
 
 PLACEMENTS = ("loop", "v")
 """Which stages a rank has. loop: r, r + ranks, r + 2 ranks, ... v: r, then 2 ranks - 1 - r, so there and back."""
@@ -49,7 +49,7 @@ def predicted(
     seconds: Mapping[str, float] | None = None,
     message: float = 0.0,
 ) -> float:
-    """The time of an order with equal stages, in seconds.
+    """The time of a schedule with equal stages, in seconds.
 
     `seconds` are those of F, B, I and W of one stage. So with interleaving a rank has `chunks` times as much work.
     The formulas hold if `has_formula`, and in a V for messages that take at most as long as a forward. Raises PlanError

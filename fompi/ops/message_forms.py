@@ -81,18 +81,11 @@ def decoded(comm: Communicator, array: Any, dtype: str, shape: tuple[int, ...]) 
     return result, elements
 
 
-class PlainForm(NamedTuple):
-    """What a message says of its tensor."""
-
-    dtype: str
-    header: bytes
-    nbytes: int
-
-    @classmethod
-    def of(cls, tensor: Tensor | Coded) -> PlainForm:
-        array = tensor.array
-        shape = tensor.shape if type(tensor) is Coded else array.shape
-        return cls(tensor.dtype, header_of(tensor.dtype, shape, array.nbytes), array.nbytes)
+def said_of(tensor: Tensor | Coded) -> tuple[str, bytes, int]:
+    """What a message says of its tensor: (dtype, header, bytes)."""
+    array = tensor.array
+    shape = tensor.shape if type(tensor) is Coded else array.shape
+    return tensor.dtype, header_of(tensor.dtype, shape, array.nbytes), array.nbytes
 
 
 def elements_of(dtype: str) -> str:
@@ -101,12 +94,14 @@ def elements_of(dtype: str) -> str:
 
 
 class PlainMemory(NamedTuple):
-    """Contiguous memory of the host, of this form at this address. `held` owns it.
+    """Contiguous memory of the host at this address, and what a message says of it. `held` owns it.
 
     `borrow()` is its tensor, for Python, or None for a receive that has none.
     """
 
-    form: PlainForm
+    dtype: str
+    header: bytes
+    nbytes: int
     address: int
     held: Any
     borrow: Callable[[], Tensor | Coded | None]

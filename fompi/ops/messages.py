@@ -42,13 +42,13 @@ from fompi.ops.message_forms import (
     HEADER,
     SIZE,
     Coded,
-    PlainForm,
     PlainMemory,
     decoded,
     elements_of,
     fits,
     header_of,
     memory_for,
+    said_of,
     shape_in,
 )
 from fompi.ops.messages_in_c import MessageForm, form_of, may_be_in_c
@@ -499,7 +499,7 @@ class Transfer:
             return False
         if self._refusal is not None or x is None or x.device is not None or not x.array.flags.c_contiguous:
             return False
-        plain = PlainMemory(PlainForm.of(x), address_of(x.array), x.array, lambda: x)
+        plain = PlainMemory(*said_of(x), address_of(x.array), x.array, lambda: x)
         return self._begins_in_c(True, dest, tag, plain)
 
     def _receives_in_c(self, source: int, tag: int, waits: bool) -> bool:
@@ -520,8 +520,8 @@ class Transfer:
             array = out.array if is_direct else memory_for(comm, dtype, shape)  # type: ignore[union-attr]
         except MemoryError:
             return False
-        form = PlainForm(dtype, header_of(dtype, shape, array.nbytes), array.nbytes)
-        plain = PlainMemory(form, address_of(array), array, lambda: out)
+        header = header_of(dtype, shape, array.nbytes)
+        plain = PlainMemory(dtype, header, array.nbytes, address_of(array), array, lambda: out)
         if not self._begins_in_c(False, source, tag, plain, waits):
             return False
         self._received = array, dtype, shape
@@ -529,7 +529,7 @@ class Transfer:
 
     def _begins_in_c(self, sends: bool, peer: int, tag: int, plain: PlainMemory, waits: bool = False) -> bool:
         """Send or receive this memory in C. The engine is locked. False: nothing has begun."""
-        (dtype, header, nbytes), address, held, borrow = plain
+        dtype, header, nbytes, address, held, borrow = plain
         comm, mail = self._comm, mail_of(self._comm)
         if not may_be_in_c(comm, peer, nbytes) or (not sends and mail.expected.get((peer, tag))):
             return False

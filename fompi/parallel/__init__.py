@@ -3,26 +3,15 @@
 | file | what it holds |
 |---|---|
 | `data` | data parallelism: buckets of gradients that leave during the backward, optimizers, ZeRO 1 to 3 |
-| `pipeline` | pipeline parallelism: orders of micro-batches, and stages that run in such an order |
-| `order_files` | the files of orders that torch writes: are they right? |
-| `leaves` | gradients that are added in a tree over micro-batches; sums that no order changes |
-| `step`, `step_layers` | a whole step as one plan, and the layers of it that a program provides |
-| `step_plan`, `step_problem` | this plan: gathers, stages, layers with their messages, sums, updates; what is right |
-| `stages`, `planned` | what both plans have in common: who writes them, and how they run and end |
+| `pipeline` | pipeline parallelism: the actions of each rank, and stages that run by them |
+| `step` | a whole step as one plan, of layers that a program provides |
 | `tensor` | tensor parallelism with sequence parallelism: linear layers, attention, vocabulary |
-| `linear`, `vocabulary` | its layers but attention; `tensor` has them too |
-| `sequence` | long sequences: Ulysses, ring attention, and both together, on the shardings of `sharding` |
-| `expert` | a layer of experts; `choices`: who chooses which expert; `exchange`: rows that travel |
-| `route` | the parts of such a layer, for experts of the user; `expert` has them too |
-| `heads`, `ulysses`, `ring` | tokens for heads; the attention of a slice of heads; keys and values that go round |
-| `differentiable` | what they have in common: a forward, a backward, and the adapters of torch and JAX |
-| `local` | the attention of a rank, by NumPy's functions, torch or a kernel of the user |
-| `attention` | attention of some queries over some keys, in tiles, on one rank |
-| `activations` | activations and their derivatives |
-| `repeated` | a call that a wrapper makes in every step: bound if it is small |
-| `turns` | functions in turns: the messages of one travel while another one computes |
-| `section` | calls that belong together: an error in one ends all of them, on all ranks |
-| `arrays` | tensors as arrays, and the agreement of the ranks before a strategy |
+| `sequence` | long sequences: Ulysses, ring attention, and both together |
+| `expert` | a layer of experts, and its parts for experts of the user |
+
+What they have in common: `arrays` (tensors as arrays, and the agreement of the ranks before a strategy),
+`differentiable` (a forward, a backward, and the adapters of torch and JAX), `section` (an error in one call ends all
+calls of a strategy, on all ranks) and `interleave` (messages of one function travel while another one computes).
 
 Every function has `f(...)`, `f.forward(...) -> (y, saved)` and `f.backward(saved, dy) -> gradients`.
 """

@@ -12,10 +12,19 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.numbers import constant, contiguous, place
+from fompi.base.errors import PlanError, ShapeError, quoted
 
 Array = np.ndarray[Any, Any]
 
 ACTIVATIONS = ("none", "relu", "gelu", "silu", "swiglu")
+
+
+def check_activation(activation: str, features: int = 0, what: str = "") -> None:
+    """Raise PlanError for one that is not known, and ShapeError if it cannot halve the features of `what`."""
+    if activation not in ACTIVATIONS:
+        raise PlanError(f"activation={quoted(activation, ACTIVATIONS)} must be one of {', '.join(ACTIVATIONS)}")
+    if activation == "swiglu" and features % 2:
+        raise ShapeError(f"swiglu halves the features: {what} has {features} columns, an odd number")
 
 
 def activate(z: Array, activation: str) -> Array:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import c_char
-from dataclasses import dataclass
 from functools import cache
 from math import prod
 from operator import is_
 from time import perf_counter, sleep
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ from fompi.ops.operation import Operation, communicator_of
 from fompi.ops.operations import all_reduce
 from fompi.ops.pending import Pending
 from fompi.parallel import section
-from fompi.parallel.turns import give_way, in_turn, is_in_turns
+from fompi.parallel.interleave import begins_call, give_way, is_interleaved
 from fompi.plans.problems import order_of
 from fompi.plans.tree import Canonical
 from fompi.runtime.default_device import default_device, upload
@@ -52,19 +52,24 @@ Array = np.ndarray[Any, Any]
 FLOATS = ("float64", "float32", *HALF)
 
 
-@dataclass
-class Kept:
-    """What a forward keeps for its backward: x, whose dtype the results have, and more."""
+class Kept(SimpleNamespace):
+    """What a forward keeps for its backward: x, what the gradient of y must be like, and what else the strategy names.
 
-    x: Tensor
+    `dtype` and `shape` are those of y. `comm` is the communicator, or `comms` are the axes of a mesh.
+    """
+
+    def __init__(self, x: Tensor, shape: Sequence[int] = (), dtype: str = "", **more: Any):
+        super().__init__(x=x, shape=tuple(shape), dtype=dtype or x.dtype, **more)
 
     @property
-    def dtype(self) -> str:
-        return self.x.dtype
+    def keywords(self) -> dict[str, Any]:
+        """Those of an operation of the backward."""
+        return {"dtype": self.dtype, "comm": self.comm}
 
-    @property
-    def like(self) -> Tensor:
-        return self.x
+    def gradient(self, dy: Any) -> Array:
+        """dy as an array. The forward's tensors may have moved meanwhile."""
+        follow(self)
+        return borrow_gradient(dy, self.dtype, self.shape, self.x)
 
 
 def enter(name: str, comm: Any, check: Callable[[Communicator], tuple[str, int, Any]]) -> tuple[Any, Any, list[int]]:
@@ -73,14 +78,9 @@ def enter(name: str, comm: Any, check: Callable[[Communicator], tuple[str, int, 
     `check(comm)` looks at the arguments of this rank, and raises if they do not fit. It returns a text that must be the
     same on all ranks, a number that each rank tells all others, and its result. Collective.
     """
-    communicator, refusal = communicator_of(comm)
-    text, value, result = "", 0, None
-    if refusal is None:
-        try:
-            text, value, result = check(communicator)
-        except Exception as error:
-            refusal = error
-    with in_turn():
+    communicator, found, refusal = _checked(comm, check)
+    text, value, result = found or ("", 0, None)
+    with begins_call():
         agreement = begin_agreement(communicator, f"{name}({text}{in_words(communicator.how)})", refusal, value)
     give_way()
     values = agreement.values()
@@ -103,6 +103,34 @@ def carrying(
     return carrier
 
 
+def enter_axes(
+    axes: Sequence[tuple[str, Any]], check: Callable[[Communicator], tuple[str, int, Any]]
+) -> tuple[list[Any], Any]:
+    """`enter` on several axes of a mesh: (what begins there, the axis). Returns (the Communicators, the result).
+
+    A refusal of one rank reaches the ranks of its row, and by them all others.
+    """
+    refusal: Exception | None = None
+    groups, result = [], None
+
+    def checked(comm: Communicator) -> tuple[str, int, Any]:
+        if refusal is not None:
+            raise refusal
+        return check(comm)
+
+    for name, axis in axes:
+        try:
+            group, result, _ = enter(name, axis, checked)
+            groups.append(group)
+        except Exception as error:
+            refusal = refusal or error
+            if section.has_ended(error):  # all ranks hear of it by themselves
+                break
+    if refusal is not None:
+        raise refusal
+    return groups, result
+
+
 def admit(
     operation: Operation[Any], comm: Any, check: Callable[[Communicator], tuple[str, Any]]
 ) -> tuple[Any, str, Any]:
@@ -110,17 +138,23 @@ def admit(
 
     As `enter`, without an agreement of its own: that of the operation compares the text (`begin`).
     """
-    communicator, refusal = communicator_of(comm)
-    text, result = "", None
-    if refusal is None:
-        try:
-            text, result = check(communicator)
-        except Exception as error:
-            refusal = error
+    communicator, found, refusal = _checked(comm, check)
+    text, result = found or ("", None)
     if refusal is not None:
-        with in_turn():
+        with begins_call():
             operation.refuse(refusal, communicator)
     return communicator, f"{text}{in_words(communicator.how)}", result
+
+
+def _checked(comm: Any, check: Callable[[Communicator], Any]) -> tuple[Any, Any, Exception | None]:
+    """(the Communicator, what `check` has found, why this rank refuses)"""
+    communicator, refusal = communicator_of(comm)
+    if refusal is not None:
+        return communicator, None, refusal
+    try:
+        return communicator, check(communicator), None
+    except Exception as error:
+        return communicator, None, error
 
 
 def borrow(x: Any, name: str, like: Tensor | None = None, ndim: int | None = None) -> Tensor:
@@ -227,8 +261,7 @@ def borrow_integers(x: Any, name: str, like: Tensor | None = None) -> Array:
         check_place(name, tensor.array, like.array)
     if tensor.array.dtype.kind not in "iu" or tensor.dtype in CARRIERS:
         raise DtypeError(f"{name} has dtype {tensor.dtype}: it must be an integer dtype")
-    array: Array = tensor.array
-    return array
+    return tensor.array
 
 
 def borrow_gradient(dy: Any, dtype: str, shape: Sequence[int], like: Tensor) -> Array:
@@ -239,8 +272,7 @@ def borrow_gradient(dy: Any, dtype: str, shape: Sequence[int], like: Tensor) -> 
         raise DtypeError(f"dy has dtype {tensor.dtype}, but the result has {dtype}")
     if tensor.array.shape != tuple(shape):
         raise ShapeError(f"dy has the shape {tensor.array.shape}, but the result has {tuple(shape)}")
-    array: Array = tensor.array
-    return array
+    return tensor.array
 
 
 def give(array: Array, like: Tensor) -> Any:
@@ -250,14 +282,14 @@ def give(array: Array, like: Tensor) -> Any:
 
 def call(operation: Operation[Any], *arrays: Any, dtype: str, **options: Any) -> Any:
     """The result of an operation on arrays that hold the logical dtype `dtype`, as such arrays."""
-    if is_in_turns():
+    if is_interleaved():
         return arrived(start(operation, *arrays, dtype=dtype, **options))
     return array_of(operation(*_tensors(arrays, options, dtype), **options))
 
 
 def start(operation: Operation[Any], *arrays: Any, dtype: str, **options: Any) -> Pending:
     """The operation on arrays that hold the logical dtype `dtype`, in flight."""
-    with in_turn():
+    with begins_call():
         return _of_section(operation.start(*_tensors(arrays, options, dtype), **options))
 
 
@@ -266,7 +298,7 @@ def begin(operation: Operation[Any], text: str, *arrays: Any, dtype: str, **opti
     tensors = _tensors(arrays, options, dtype)
     arguments, comm, how = operation.read(tuple(tensors), options)
     arguments.words = text
-    with in_turn():
+    with begins_call():
         pending = operation.begin(arguments, comm, how)
     give_way()
     try:
@@ -313,14 +345,15 @@ def over_losses(comm: Communicator) -> Communicator:
     return comm.using(order="ranks") if "order" in comm.how else comm
 
 
-def check_leaves(comm: Communicator, features: int, adds_subtrees: bool) -> None:
-    """Raise the error of an order that a strategy with this many features on this rank cannot have.
+def check_leaves(comm: Communicator, features: int, adds_subtrees: bool) -> int:
+    """How many leaves this rank has of a sum over features, if the order has leaves; else 0.
 
-    `adds_subtrees`: the features of a rank must be one subtree.
+    Raises the error of an order that a strategy with this many features on this rank cannot have. `adds_subtrees`: the
+    features of a rank must be one subtree.
     """
     canonical = Canonical.of(order_on(comm))
     if canonical is None:
-        return
+        return 0
     mine, terms = canonical.counts(comm.size)[comm.rank], canonical.subtrees(comm.size)
     if features % mine:
         why = f"rank {comm.rank} has {mine} of {canonical.leaves} leaves, equal parts of its {features} features"
@@ -328,6 +361,7 @@ def check_leaves(comm: Communicator, features: int, adds_subtrees: bool) -> None
     if adds_subtrees and max(map(len, terms)) > 1:
         why = f"ranks have several subtrees, because {canonical.leaves} / {comm.size} is no power of two"
         raise PlanError(f"order={canonical}: {why}: choose another order, or sequence_parallel=True")
+    return mine
 
 
 def order_on(comm: Communicator) -> str:
@@ -361,8 +395,7 @@ def read(fetched: Any, comm: Communicator) -> Array:
             raise DeviceError(f"rank {comm.rank} waits for numbers of its device for {engine.timeout:g} s")
         engine.progress_while_waiting()
         sleep(POLL_SECONDS)
-    array: Array = fetched.get()
-    return array
+    return fetched.get()
 
 
 POLL_SECONDS = 2e-5
@@ -371,8 +404,7 @@ POLL_SECONDS = 2e-5
 def arrived_from(pending: Pending, rank: int) -> Array:
     """The rows of the result that come from `rank`, as an array, as soon as they are there."""
     give_way()
-    rows: Array = array_of(pending.part(rank))
-    return rows
+    return array_of(pending.part(rank))
 
 
 def tensor_of(array: Any, dtype: str) -> Any:
@@ -406,23 +438,16 @@ def array_of(result: Any) -> Any:
     return result.array if isinstance(result, Lent) else result
 
 
-def enter_backward(name: str, saved: Any, dy: Any) -> Array:
+def enter_backward(name: str, saved: Kept, dy: Any) -> Array:
     """dy as an array, once all ranks have begun this backward."""
-
-    def check(comm: Communicator) -> tuple[str, int, Array]:
-        follow(saved)
-        return "", 0, borrow_gradient(dy, saved.dtype, saved.shape, saved.like)
-
-    array: Array = enter(f"the backward of {name}", saved.comm, check)[1]
-    return array
+    return enter(f"the backward of {name}", saved.comm, lambda _: ("", 0, saved.gradient(dy)))[1]
 
 
 def memory(comm: Communicator, shape: tuple[int, ...], dtype: Any, like: Array) -> Array:
     """`np.empty(shape, dtype)` where `like` is, in memory that was used before: new memory costs as much as a copy."""
     if place(like) is not None:
         return np.empty(shape, dtype, like=like)
-    array: Array = comm.engine.arena.take(shape, dtype)
-    return array
+    return comm.engine.arena.take(shape, dtype)
 
 
 def zeros(comm: Communicator, shape: tuple[int, ...], dtype: Any, like: Array) -> Array:
@@ -438,11 +463,6 @@ def gathered(comm: Communicator, rows: Array, numbers: Array) -> Array:
         return rows[numbers]
     out = memory(comm, (len(numbers), *rows.shape[1:]), rows.dtype, rows)
     return np.take(rows, numbers, 0, out=out, mode="clip")
-
-
-def keywords_of(saved: Any) -> dict[str, Any]:
-    """The keywords of an operation of the backward."""
-    return {"dtype": saved.dtype, "comm": saved.comm}
 
 
 def as_rows(a: Array) -> Array:

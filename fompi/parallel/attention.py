@@ -149,19 +149,12 @@ def merge(o: Array, lse: Array, more: Array, more_lse: Array) -> None:
     lse[...] = new
 
 
-def attend_backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    o: Array,
-    lse: Array,
-    do: Array,
-    reads: Sequence[int],
-    q_at: Array,
-    k_at: Array,
-    rule: Rule,
-) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv): what these keys add to the gradients. `o`, `lse` and `do` are those over all keys."""
+Three = tuple[Array, Array, Array]
+
+
+def attend_backward(qkv: Three, results: Three, reads: Sequence[int], q_at: Array, k_at: Array, rule: Rule) -> Three:
+    """(dq, dk, dv): what these keys add to the gradients. `results` are o, lse and do, over all keys."""
+    (q, k, v), (o, lse, do) = qkv, results
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
     if not q.shape[1]:
         return dq, dk, dv

@@ -10,7 +10,7 @@ import numpy as np
 
 from fompi.backends.numbers import counting, filled, wide_product
 from fompi.base.errors import LayoutError, PlanError, ShapeError, quoted
-from fompi.base.layout import number, offsets, split
+from fompi.base.layout import integer, number, offsets, split
 from fompi.engine.communicator import Communicator
 from fompi.parallel.arrays import Array, arrived, borrow, start_sum
 from fompi.tensors.dlpack import Tensor
@@ -75,12 +75,8 @@ def experts_of(rank: int, size: int, experts: int) -> range:
     return range(ends[rank], ends[rank + 1])
 
 
-def is_positive(n: Any) -> bool:
-    return isinstance(n, (int, np.integer)) and not isinstance(n, bool) and int(n) > 0
-
-
 def check_choice(experts: int, k: Any, capacity_factor: Any, policy: Any) -> None:
-    if not is_positive(k) or k > experts:
+    if not 0 < (integer(k) or 0) <= experts:
         raise LayoutError(f"k={k!r} must be an integer from 1 to {experts}, the number of experts")
     if policy not in POLICIES:
         raise PlanError(f"policy={quoted(policy, POLICIES)} must be one of {', '.join(POLICIES)}")

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.numbers import counting, empty, fetch, upload
-from fompi.base.errors import LayoutError, PlanError, ShapeError, quoted
+from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import offsets, split
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_to_all
-from fompi.parallel.activations import ACTIVATIONS, activate, activate_backward
+from fompi.parallel.activations import activate, activate_backward, check_activation
 from fompi.parallel.arrays import Array, arrived, borrow, gathered, read, start, transfer
 from fompi.parallel.choices import Choice, experts_of
 from fompi.tensors.dlpack import Tensor
@@ -78,12 +78,9 @@ def check_experts(
 
 
 def check_widths(first: str, second: str, a: tuple[int, ...], b: tuple[int, ...], x: Tensor, activation: str) -> None:
-    if activation not in ACTIVATIONS:
-        raise PlanError(f"activation={quoted(activation, ACTIVATIONS)} must be one of {', '.join(ACTIVATIONS)}")
+    check_activation(activation, a[1], first)
     if a[0] != x.array.shape[1]:
         raise ShapeError(f"{first} has {a[0]} rows, but x has {x.array.shape[1]} features: they must be equal")
-    if activation == "swiglu" and a[1] % 2:
-        raise ShapeError(f"swiglu halves the features: {first} has {a[1]} columns, an odd number")
     features = a[1] // 2 if activation == "swiglu" else a[1]
     if b[0] != features:
         raise ShapeError(f"{second} has {b[0]} rows, but {first} with {activation} gives {features} features")
@@ -101,7 +98,7 @@ class Exchange:
 
     def __init__(self, choice: Choice, rows: range, comm: Communicator, apart: bool):
         self.experts, self.k = choice.probabilities.shape[1], choice.experts.shape[1]
-        self.comm, self.rows, self.apart = comm, rows, apart
+        self.comm, self.rows, self.apart, self.is_settled = comm, rows, apart, False
         self.run = slice(rows.start, rows.stop)
         kept, experts = choice.kept[self.run], choice.experts[self.run]
         key = np.where(kept, experts, np.int64(self.experts)).reshape(-1)  # dropped ones come last
@@ -138,7 +135,10 @@ class Exchange:
         return [(self.comm.rank - d) % self.comm.size for d in range(1, self.comm.size)]
 
     def settle(self) -> None:
-        """Wait for the counts of the rows that arrive."""
+        """Wait for the counts of the rows that arrive, the first time."""
+        if self.is_settled:
+            return
+        self.is_settled = True
         self.table = table = arrived(self._table).reshape(self.comm.size, len(self.own))
         self.receive = [int(n) for n in table.sum(1)]
         self.counts = [int(n) for n in table.sum(0)]
@@ -151,8 +151,7 @@ class Exchange:
 
     def came(self, pending: Any) -> Array:
         """The values that have arrived, expert by expert."""
-        values: Array = arrived(pending)[self.order]
-        return values
+        return arrived(pending)[self.order]
 
     def go_back(self, values: Array, dtype: str) -> Any:
         """Send values, which stand expert by expert, to where their rows came from."""
@@ -200,7 +199,7 @@ def halves(counts: Array) -> list[tuple[Array, Array]]:
     return [(np.flatnonzero(is_first), first), (np.flatnonzero(~is_first), counts - first)]
 
 
-def in_turns(parts: Sequence[Iterator[None]]) -> None:
-    """Run the generators step by step in turns: what one has sent travels while the others compute."""
+def alternate(parts: Sequence[Iterator[None]]) -> None:
+    """Run the generators alternately, step by step: what one has sent travels while the others compute."""
     for _ in zip_longest(*parts):
         pass

@@ -17,7 +17,6 @@ results go back. Those of another rank are computed once they are there, and the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +24,7 @@ import numpy as np
 
 from fompi.backends.numbers import contiguous, place, product, upload, widen
 from fompi.base.errors import LayoutError, ShapeError
-from fompi.base.layout import accumulator, offsets, split
+from fompi.base.layout import accumulator, integer, offsets, split
 from fompi.engine.communicator import Communicator
 from fompi.parallel.activations import activate, activate_backward
 from fompi.parallel.arrays import (
@@ -52,51 +51,27 @@ from fompi.parallel.choices import (
     chosen,
     counted,
     experts_of,
-    is_positive,
     start_count,
 )
 from fompi.parallel.differentiable import Differentiable, Gradients
 from fompi.parallel.exchange import (
     Batch,
     Exchange,
+    alternate,
     check_experts,
     check_widths,
     grouped,
     grouped_gradient,
     halves,
-    in_turns,
 )
-from fompi.parallel.route import Gate, Moved, Route, combine, dispatch, experts, route
+from fompi.parallel.route import Route, combine, dispatch, experts, route
 from fompi.tensors.dlpack import Tensor
 
 __all__ = [
-    "POLICIES", "Batch", "Choice", "Exchange", "Gate", "LayerGradient", "MicroBatch", "Moe", "Moved", "Route", "choose",
-    "choose_backward", "combine", "dispatch", "experts", "experts_of", "grouped", "grouped_gradient", "halves",
-    "in_turns", "moe", "route",
+    "POLICIES", "Batch", "Choice", "Exchange", "LayerGradient", "MicroBatch", "Route", "choose", "choose_backward",
+    "combine", "dispatch", "experts", "experts_of", "grouped", "grouped_gradient", "halves", "alternate", "moe",
+    "route",
 ]  # fmt: skip
-
-
-@dataclass
-class Moe(Kept):
-    """What the backward needs, and the counts of all ranks together."""
-
-    router: Tensor
-    w1: Tensor
-    w2: Tensor
-    shared: tuple[Tensor, Tensor] | None
-    comm: Communicator
-    activation: str
-    choice: Choice
-    parts: list[MicroBatch] = field(default_factory=list)
-    shared_z: Array | None = None
-    shape: tuple[int, ...] = ()
-    tokens_per_expert: Array = field(default_factory=lambda: np.zeros(0, np.int64))
-    """How many rows of all ranks each expert has computed."""
-    dropped: int = 0
-    """How many choices of all ranks were dropped, because an expert was full."""
-
-    def wide(self, tensor: Tensor) -> Array:
-        return widen(tensor.array, self.dtype)
 
 
 Term = tuple[Batch, Array, Array]
@@ -106,7 +81,7 @@ Term = tuple[Batch, Array, Array]
 class MicroBatch:
     """One micro-batch of a layer."""
 
-    def __init__(self, layer: Moe, rows: range):
+    def __init__(self, layer: Kept, rows: range):
         self.layer, self.exchange = layer, Exchange(layer.choice, rows, layer.comm, apart=True)
         self.batches: list[Batch] = []  # the first half of the own rows, the rows of each source, the other half
 
@@ -117,66 +92,79 @@ class MicroBatch:
         self.halves = [(upload(exchange.here.start + at, like), counts) for at, counts in halves(exchange.own)]
 
     def forward(self, y: Array) -> Iterator[None]:
-        layer, exchange = self.layer, self.exchange
-        dtype, travels = layer.dtype, accumulator(layer.dtype)
-        w1, w2 = layer.wide(layer.w1), layer.wide(layer.w2)
-        back = memory(layer.comm, (exchange.total, w2.shape[2]), w2.dtype, w2)
+        layer, exchange, comm = self.layer, self.exchange, self.layer.comm
+        x, token, w1, w2 = layer.x.array, exchange.token, wide(layer, layer.w1), wide(layer, layer.w2)
+        self.back = memory(comm, (exchange.total, w2.shape[2]), w2.dtype, w2)
 
-        def compute(rows: Array, counts: Any) -> Array:
-            batch, out = Batch.forward(widen(rows, dtype), counts, w1, w2, layer.activation)
+        def compute(number: int, rows: Array) -> Array:
+            batch, out = Batch.forward(widen(rows, layer.dtype), self._counts(number), w1, w2, layer.activation)
             self.batches.append(batch)
             return out
 
-        x, token, comm = layer.x.array, exchange.token, layer.comm
-        pending = exchange.go(gathered(comm, x, exchange.away(token)), dtype)
-        yield
-        (first, first_counts), (last, last_counts) = self.halves
-        back[first] = compute(gathered(comm, x, token[first]), first_counts)
-        exchange.settle()
-        answers = [
-            exchange.answer(source, compute(arrived_from(pending, source), exchange.table[source]), travels)
-            for source in exchange.sources
-        ]
-        back[last] = compute(gathered(comm, x, token[last]), last_counts)
-        yield
-        pending.wait()
-        for answer in answers:
-            exchange.answered(answer, back)
-        self.back = back
-        exchange.add(back, y, layer.choice.weights)
+        pending = exchange.go(gathered(comm, x, exchange.away(token)), layer.dtype)
+        yield from self._there_and_back(pending, lambda at: gathered(comm, x, token[at]), compute, self.back)
+        exchange.add(self.back, y, layer.choice.weights)
 
     def backward(self, dy: Array, dweights: Array, dx: Array, use: Callable[[list[Term]], None]) -> Iterator[None]:
         """Adds to dx, and passes the terms of the weight gradients to `use` while the gradients go back."""
-        layer, exchange = self.layer, self.exchange
-        travels = accumulator(layer.dtype)
-        w1, w2 = layer.wide(layer.w1), layer.wide(layer.w2)
-        comm, given = layer.comm, gathered(layer.comm, dy, exchange.token)
+        layer, exchange, comm = self.layer, self.exchange, self.layer.comm
+        w1, w2 = wide(layer, layer.w1), wide(layer, layer.w2)
+        given = gathered(comm, dy, exchange.token)
         dweights[exchange.token, exchange.slot] = np.einsum("ij,ij->i", given, self.back)
         given *= layer.choice.weights[exchange.token, exchange.slot][:, None]
         drows = memory(comm, (len(given), w1.shape[1]), given.dtype, given)
-        terms = []
+        terms: list[Term] = []
 
-        def compute(batch: Batch, d: Array) -> Array:
-            out, dz = batch.backward(d, w1, w2, layer.activation)
-            terms.append((batch, d, dz))
+        def compute(number: int, d: Array) -> Array:
+            out, dz = self.batches[number].backward(d, w1, w2, layer.activation)
+            terms.append((self.batches[number], d, dz))
             return out
 
-        pending = exchange.go(exchange.away(given), travels)
+        pending = exchange.go(exchange.away(given), accumulator(layer.dtype))
+        yield from self._there_and_back(pending, given.__getitem__, compute, drows, lambda: use(terms))
+        exchange.add(drows, dx)
+
+    def _there_and_back(
+        self,
+        pending: Any,
+        own: Callable[[Array], Array],
+        compute: Callable[[int, Array], Array],
+        into: Array,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> Iterator[None]:
+        """What the experts make of the rows that have left, and of the own ones, gets into `into`.
+
+        `own(at)` are some of the own rows. `compute(number, rows)` gets the rows of a batch. `meanwhile` is called
+        while the last results go back.
+        """
+        exchange, travels = self.exchange, accumulator(self.layer.dtype)
         yield
         (first, _), (last, _) = self.halves
-        own_first, *others, own_last = self.batches
-        drows[first] = compute(own_first, given[first])
+        into[first] = compute(0, own(first))
+        exchange.settle()
         answers = [
-            exchange.answer(source, compute(batch, arrived_from(pending, source)), travels)
-            for source, batch in zip(exchange.sources, others, strict=True)
+            exchange.answer(source, compute(number, arrived_from(pending, source)), travels)
+            for number, source in enumerate(exchange.sources, 1)
         ]
-        drows[last] = compute(own_last, given[last])
-        use(terms)
+        into[last] = compute(1 + len(answers), own(last))
+        meanwhile()
         yield
         pending.wait()
         for answer in answers:
-            exchange.answered(answer, drows)
-        exchange.add(drows, dx)
+            exchange.answered(answer, into)
+
+    def _counts(self, number: int) -> Any:
+        """How many rows of a batch each expert computes."""
+        (_, first), (_, last) = self.halves
+        sources = self.exchange.sources
+        if 0 < number <= len(sources):
+            return self.exchange.table[sources[number - 1]]
+        return last if number else first
+
+
+def wide(layer: Kept, tensor: Tensor) -> Array:
+    """The numbers of a tensor in the dtype of sums."""
+    return widen(tensor.array, layer.dtype)
 
 
 def _moe(
@@ -193,7 +181,7 @@ def _moe(
     capacity_factor: float | None = None,
     policy: str = "probs",
     microbatches: int = 1,
-) -> tuple[Any, Moe]:
+) -> tuple[Any, Kept]:
     """y[i] = sum(weight[i, e] * (activation(x[i] @ w1[e]) @ w2[e]) for e in the k best experts of x[i] @ router)
 
     x: (rows of this rank, h), Shard(0). router: (h, experts), Replicate. w1: (experts of this rank, h, f) and
@@ -213,7 +201,7 @@ def _moe(
         tx, tr, text = check_route(x, router, k, normalize, capacity_factor, policy)
         weights = check_experts(w1, w2, tx, tr.array.shape[1], activation, comm)
         both = _check_shared(shared, tx, weights[1].array.shape[2], activation)
-        if not is_positive(microbatches):
+        if (integer(microbatches) or 0) < 1:
             raise LayoutError(f"microbatches={microbatches!r} must be an integer > 0")
         text += f", n={weights[1].array.shape[2]}, {activation}, microbatches={int(microbatches)}"
         text += ", no shared expert" if both is None else f", shared f={both[0].array.shape[1]}"
@@ -221,30 +209,30 @@ def _moe(
 
     group, (tx, tr, t1, t2, both), _ = enter("moe", comm, check)
     choice = chosen(tx, tr, k, normalize, capacity_factor, policy)
-    layer = Moe(tx, tr, t1, t2, both, group, activation, choice)
+    shape, weights = (len(tx.array), t2.array.shape[2]), {"router": tr, "w1": t1, "w2": t2, "shared": both}
+    layer = Kept(tx, shape, comm=group, **weights, activation=activation, choice=choice)
     ends = offsets(split(len(tx.array), int(microbatches)))
     layer.parts = [MicroBatch(layer, range(a, b)) for a, b in pairwise(ends)]
-    layer.shape = (len(tx.array), t2.array.shape[2])
     y = zeros(group, layer.shape, accumulator(tx.dtype), tx.array)
 
     def meanwhile() -> Iterator[None]:  # while the first rows travel
         if both is not None:
-            layer.shared_z = product(layer.wide(tx), layer.wide(both[0]))
-            y[...] = product(activate(layer.shared_z, activation), layer.wide(both[1]))
+            layer.shared_z = product(wide(layer, tx), wide(layer, both[0]))
+            y[...] = product(activate(layer.shared_z, activation), wide(layer, both[1]))
         yield
 
     shared_expert = meanwhile()
     if place(tx.array) is not None:  # a device computes it while the host waits for the counts
-        in_turns([shared_expert])
+        alternate([shared_expert])
     for part in layer.parts:
         part.announce()
     counting = start_count(choice, np.sum([part.exchange.chosen for part in layer.parts], 0), group)
-    in_turns([*(part.forward(y) for part in layer.parts), shared_expert])
+    alternate([*(part.forward(y) for part in layer.parts), shared_expert])
     layer.tokens_per_expert, layer.dropped = counted(counting)
     return give(y, tx), layer
 
 
-def _backward_rows(layer: Moe, dy: Any, use: Callable[[list[Term]], None], meanwhile: Callable[[Any], None]) -> Any:
+def _backward_rows(layer: Kept, dy: Any, use: Callable[[list[Term]], None], meanwhile: Callable[[Any], None]) -> Any:
     """dx. `use` gets terms of the gradients of the experts, `meanwhile` gets what the replicated weights need."""
     array = enter_backward("moe", layer, dy)
     given = contiguous(widen(array, layer.dtype))  # products of strided tensors round differently
@@ -252,24 +240,24 @@ def _backward_rows(layer: Moe, dy: Any, use: Callable[[list[Term]], None], meanw
 
     def local() -> Iterator[None]:
         dlogits = choose_backward(layer.choice, dweights)
-        dx[...] = dlogits @ layer.wide(layer.router).T
+        dx[...] = dlogits @ wide(layer, layer.router).T
         dz = None
-        if layer.shared is not None and layer.shared_z is not None:
-            s1, s2 = map(layer.wide, layer.shared)
+        if layer.shared is not None:
+            s1, s2 = (wide(layer, w) for w in layer.shared)
             dh = product(given, s2.T)
             dz = activate_backward(layer.shared_z, dh, layer.activation)
             dx[...] += product(dz, s1.T)
         meanwhile((given, dlogits, dz))
         yield
 
-    in_turns([*(part.backward(given, dweights, dx, use) for part in layer.parts), local()])
+    alternate([*(part.backward(given, dweights, dx, use) for part in layer.parts), local()])
     return give(dx, layer.x)
 
 
 class LayerGradient:
     """The gradients of the weights of a layer, which are added up term by term."""
 
-    def __init__(self, layer: Moe):
+    def __init__(self, layer: Kept):
         self.layer, dtype = layer, accumulator(layer.dtype)
         self.dw1, self.dw2 = (zeros(layer.comm, w.array.shape, dtype, w.array) for w in (layer.w1, layer.w2))
         self.sums: list[Any] = []
@@ -281,9 +269,9 @@ class LayerGradient:
     def start_sums(self, local: tuple[Array, Array, Array | None]) -> None:
         """Start to sum the gradients of the replicated weights over the ranks."""
         (dy, dlogits, dz), layer = local, self.layer
-        x_t = layer.wide(layer.x).T
+        x_t = wide(layer, layer.x).T
         gradients = [product(x_t, dlogits)]
-        if dz is not None and layer.shared_z is not None:
+        if dz is not None:
             h = activate(layer.shared_z, layer.activation)
             gradients += [product(x_t, dz), product(h.T, dy)]
         self.sums = [start_sum(g, accumulator(layer.dtype), unrounded(layer.comm)) for g in gradients]
@@ -296,13 +284,13 @@ class LayerGradient:
         return give(drouter, layer.router), *experts, shared
 
 
-def _moe_backward(saved: Moe, dy: Any) -> Gradients:
+def _moe_backward(saved: Kept, dy: Any) -> Gradients:
     gradient = LayerGradient(saved)
     dx = _backward_rows(saved, dy, gradient.add, gradient.start_sums)
     return dx, *gradient.result()
 
 
-def _moe_backward_input(saved: Moe, dy: Any) -> tuple[Gradients, Any]:
+def _moe_backward_input(saved: Kept, dy: Any) -> tuple[Gradients, Any]:
     terms: list[Term] = []
     local: list[Any] = []
     dx = _backward_rows(saved, dy, terms.extend, local.append)
@@ -336,5 +324,4 @@ moe = Differentiable(
     inputs=1,
     backward_input=_moe_backward_input,
     backward_weight=_moe_backward_weight,
-    name="moe",
 )

@@ -17,8 +17,8 @@ from fompi.backends.numbers import narrow, widen
 from fompi.base.layout import offsets, split
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_to_all
-from fompi.ops.pending import Pending
 from fompi.parallel.arrays import Array, arrived, arrived_from, memory, start, transfer
+from fompi.parallel.attention import check_heads
 
 LEAST_NBYTES = 1 << 18
 """A message to one rank is not cut into smaller ones than this."""
@@ -30,6 +30,18 @@ def parts_of(heads: int, nbytes: int) -> list[slice]:
     """The parts of `heads` heads, of `nbytes` in all: each part travels in a message of its own."""
     ends = offsets(split(heads, max(1, min(heads, MOST_SLICES, nbytes // LEAST_NBYTES))))
     return [slice(a, b) for a, b in pairwise(ends)]
+
+
+def heads_of(rank: int, size: int, heads: int, kv_heads: int) -> tuple[range, range]:
+    """(the query heads of a rank, the key/value heads that they read)
+
+    Query heads are dealt out as evenly as possible. A key/value head is on every rank that has one of its query heads.
+    Raises LayoutError if `heads` is not a multiple of `kv_heads`.
+    """
+    check_heads(heads, kv_heads)
+    first = offsets(split(heads, size))
+    mine, group = range(first[rank], first[rank + 1]), heads // kv_heads
+    return mine, range(mine[0] // group, mine[-1] // group + 1) if mine else range(0)
 
 
 @dataclass(frozen=True)
@@ -49,9 +61,9 @@ class Deal:
 
     @property
     def queries(self) -> list[range]:
-        every, group = self._all_queries(), self.heads // self.kv_heads
-        found = []
-        for mine, keys in zip(every, self.keys, strict=True):
+        """The query heads of each rank."""
+        group, found = self.heads // self.kv_heads, []
+        for (mine, _), keys in zip(self._whole, self.keys, strict=True):
             first, end = max(mine.start, keys.start * group), min(mine.stop, keys.stop * group)
             found.append(range(first, max(first, end)))
         return found
@@ -59,15 +71,15 @@ class Deal:
     @property
     def keys(self) -> list[range]:
         """The key/value heads that the query heads of each rank read."""
-        group, found = self.heads // self.kv_heads, []
-        for mine in self._all_queries():
-            keys = range(mine[0] // group, mine[-1] // group + 1) if mine else range(0)
+        found = []
+        for _, keys in self._whole:
             ends = offsets(split(len(keys), self.parts))
             found.append(keys[ends[self.part] : ends[self.part + 1]])
         return found
 
-    def _all_queries(self) -> list[range]:
-        return [range(a, b) for a, b in pairwise(offsets(split(self.heads, self.comm.size)))]
+    @property
+    def _whole(self) -> list[tuple[range, range]]:
+        return [heads_of(rank, self.comm.size, self.heads, self.kv_heads) for rank in range(self.comm.size)]
 
     @property
     def reads(self) -> list[int]:
@@ -79,14 +91,6 @@ class Deal:
     def shares(self) -> bool:
         """True if several ranks have the same key/value head. Their gradients are then summed."""
         return sum(map(len, self.keys)) > len({head for keys in self.keys for head in keys})
-
-
-def query_heads(array: Array, deal: Deal, dtype: str) -> Pending:
-    """Each rank gets its query heads of `array`, (tokens of this rank, all heads, width), of the tokens of all."""
-    if deal.parts > 1:
-        array = np.concatenate([array[:, heads.start : heads.stop] for heads in deal.queries], 1)
-    how: dict[str, Any] = {"split_dim": 1, "concat_dim": 0, "counts": [*map(len, deal.queries)]}
-    return start(all_to_all, array, dtype=dtype, comm=deal.comm, schedule="pairwise", **how)
 
 
 class ToHeads:
@@ -114,6 +118,12 @@ class ToHeads:
 
     def _heads_of(self, rank: int) -> list[Array]:
         return [x[:, heads[rank].start : heads[rank].stop] for x, heads in self.arrays]
+
+    def whole(self) -> list[Array]:
+        """The heads of this rank of the tokens of all ranks, once they are there."""
+        found = [self.of(source) for source in range(self.comm.size)]
+        self.pending.wait()
+        return [np.concatenate(of_all) for of_all in zip(*found, strict=True)]
 
     def of(self, source: int) -> list[Array]:
         """The heads of this rank of the tokens of `source`, as soon as they are there."""

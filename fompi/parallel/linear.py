@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from fompi.backends.numbers import contiguous, filled, narrow, ordered_product, ordered_sum, wide_product, widen
-from fompi.base.errors import LayoutError, PlanError, ShapeError, quoted
+from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import accumulator
 from fompi.engine.communicator import Communicator
-from fompi.ops.operations import (
-    all_gather_matmul,
-    all_gather_matmul_weight_gradient,
-    all_gather_weight_gradient,
-    matmul_all_reduce,
-    matmul_reduce_scatter,
-    reduce_scatter,
-)
-from fompi.parallel.activations import ACTIVATIONS, activate, activate_backward
+from fompi.ops import operations as ops
+from fompi.parallel.activations import activate, activate_backward, check_activation
 from fompi.parallel.arrays import (
     Array,
     Kept,
@@ -35,8 +27,6 @@ from fompi.parallel.arrays import (
     enter_backward,
     give,
     held_alike,
-    keywords_of,
-    leaves_of,
     lent,
     over_losses,
     start,
@@ -48,26 +38,7 @@ from fompi.plans.rows import counts_of
 from fompi.tensors.dlpack import Tensor
 
 
-@dataclass
-class Linear(Kept):
-    """What the backward of a linear layer needs."""
-
-    w: Tensor
-    bias: Tensor | None
-    comm: Communicator
-    sequence_parallel: bool
-    counts: Sequence[int]  # the rows of each rank
-    shape: tuple[int, ...]  # of y
-    activation: str = "none"
-    z: Array | None = None  # y before the activation
-
-    @property
-    def leaves(self) -> int:
-        """How many leaves this rank has of a sum over features, if it has an order of leaves; else 0."""
-        return leaves_of(self.comm)
-
-
-def _column(
+def _column_parallel_linear(
     x: Any,
     w: Any,
     bias: Any = None,
@@ -75,7 +46,7 @@ def _column(
     activation: str = "none",
     comm: Any = None,
     sequence_parallel: bool = True,
-) -> tuple[Any, Linear]:
+) -> tuple[Any, Kept]:
     """y = activation(all_gather(x) @ w + bias)
 
     x: (rows of this rank, ..., k), Shard(0). w: (k, n of this rank), Shard(-1). bias: (n of this rank,) or None.
@@ -89,85 +60,79 @@ def _column(
     Raises ShapeError, DtypeError or PlanError on all ranks, or MismatchError if only other ranks refuse.
     """
 
-    def check(comm: Communicator) -> tuple[str, tuple[Tensor, Tensor, Tensor | None]]:
-        tensors = _linear_tensors(x, w, bias)
-        halves = 2 if activation == "swiglu" else 1
-        check_leaves(comm, tensors[1].array.shape[1] // halves, not sequence_parallel)
-        if activation not in ACTIVATIONS:
-            raise PlanError(f"activation={quoted(activation, ACTIVATIONS)} must be one of {', '.join(ACTIVATIONS)}")
-        if activation == "swiglu" and tensors[1].array.shape[1] % 2:
-            raise ShapeError(f"swiglu halves the features: w has {tensors[1].array.shape[1]} columns, an odd number")
-        return f"of column_parallel_linear, {activation}", tensors
+    def check(comm: Communicator) -> tuple[str, Kept]:
+        saved = _borrowed(x, w, bias, sequence_parallel=sequence_parallel, activation=activation, counts=())
+        features, halves = saved.w.array.shape[1], 2 if activation == "swiglu" else 1
+        saved.leaves = check_leaves(comm, features // halves, not sequence_parallel)
+        check_activation(activation, features, "w")
+        return f"of column_parallel_linear, {activation}", saved
 
-    counts: Sequence[int] = ()
     if sequence_parallel:
-        group, text, (tx, tw, tb) = admit(all_gather_matmul, comm, check)
-        added = None if tb is None else tb.array
-        pending = begin(all_gather_matmul, text, tx.array, tw.array, bias=added, dtype=tx.dtype, comm=group)
-        z, dtype, counts = arrived(pending), tx.dtype, pending.counts
+        group, text, saved = admit(ops.all_gather_matmul, comm, check)
+        how = {"bias": _array(saved.bias), "dtype": saved.dtype, "comm": group}
+        pending = begin(ops.all_gather_matmul, text, saved.x.array, saved.w.array, **how)
+        z, saved.counts = arrived(pending), pending.counts
     else:  # nothing is sent, so the ranks agree here
 
-        def check_all(comm: Communicator) -> tuple[str, int, tuple[Tensor, Tensor, Tensor | None]]:
-            text, tensors = check(comm)
-            text += f", {tensors[0].dtype}, x {tensors[0].array.shape}, bias={tensors[2] is not None}"
-            return text, 0, tensors
+        def check_all(comm: Communicator) -> tuple[str, int, Kept]:
+            text, saved = check(comm)
+            text += f", {saved.dtype}, x {saved.x.array.shape}, bias={saved.bias is not None}"
+            return text, 0, saved
 
-        group, (tx, tw, tb), _ = enter("column_parallel_linear", comm, check_all)
-        dtype = tx.dtype
-        if not leaves_of(group):
-            wide = wide_product(tx.array, tw.array, dtype)
-            z = narrow(wide if tb is None else wide + widen(tb.array, dtype), dtype)
+        group, saved, _ = enter("column_parallel_linear", comm, check_all)
+        if not saved.leaves:
+            wide = wide_product(saved.x.array, saved.w.array, saved.dtype)
+            z = narrow(wide if saved.bias is None else wide + widen(saved.bias.array, saved.dtype), saved.dtype)
         else:
-            z = narrow(ordered_product(tx.array, tw.array, dtype, 1, None if tb is None else tb.array), dtype)
-    saved = Linear(tx, tw, tb, group, sequence_parallel, counts, z.shape, activation)
-    if activation == "none":
-        return lent(z, tx), saved
-    saved.z = z
-    y = narrow(activate(widen(z, dtype), activation), dtype)
+            z = narrow(ordered_product(saved.x.array, saved.w.array, saved.dtype, 1, _array(saved.bias)), saved.dtype)
+    saved.comm, y = group, z
+    if activation != "none":
+        saved.z = z
+        y = narrow(activate(widen(z, saved.dtype), activation), saved.dtype)
     saved.shape = y.shape
-    return lent(y, tx), saved
+    return lent(y, saved.x), saved
 
 
-def _column_dz(saved: Linear, dy: Any) -> Array:
+def _column_dz(saved: Kept, dy: Any) -> Array:
     """The gradient of z, in the dtype of x."""
     given = enter_backward("column_parallel_linear", saved, dy)
-    if saved.z is None:
+    if saved.activation == "none":
         return given
     dz = activate_backward(widen(saved.z, saved.dtype), widen(given, saved.dtype), saved.activation)
     return narrow(dz, saved.dtype)
 
 
-def _column_backward(saved: Linear, dy: Any) -> Gradients:
-    dz, options = _column_dz(saved, dy), keywords_of(saved)
+def _column_backward(saved: Kept, dy: Any) -> Gradients:
+    dz, options = _column_dz(saved, dy), saved.keywords
     if not saved.sequence_parallel:
         return _local_dx(saved, dz), *_local_dw(saved, dz)
-    dw = start(all_gather_weight_gradient, saved.x.array, dz, **options)  # one travels while the other multiplies
-    dx = start(matmul_reduce_scatter, *_leaf_by_leaf(saved, dz), counts=saved.counts, **options)
+    dw = start(ops.all_gather_weight_gradient, saved.x.array, dz, **options)  # one travels while the other multiplies
+    dx = start(ops.matmul_reduce_scatter, *_leaf_by_leaf(saved, dz), counts=saved.counts, **options)
     db = _sum_rows(saved, dz)
     return lent(arrived(dx), saved.x), lent(arrived(dw), saved.w), db
 
 
-def _column_backward_input(saved: Linear, dy: Any) -> tuple[Gradients, Any]:
+def _column_backward_input(saved: Kept, dy: Any) -> tuple[Gradients, Any]:
     dz = _column_dz(saved, dy)
     if not saved.sequence_parallel:
         return (_local_dx(saved, dz),), (saved, dz)
-    dx = call(matmul_reduce_scatter, *_leaf_by_leaf(saved, dz), counts=saved.counts, **keywords_of(saved))
+    dx = call(ops.matmul_reduce_scatter, *_leaf_by_leaf(saved, dz), counts=saved.counts, **saved.keywords)
     return (lent(dx, saved.x),), (saved, dz)
 
 
-def _column_backward_weight(rest: tuple[Linear, Array]) -> Gradients:
+def _column_backward_weight(rest: tuple[Kept, Array]) -> Gradients:
     saved, dz = rest
     if not saved.sequence_parallel:
         return _local_dw(saved, dz)
-    dw = call(all_gather_weight_gradient, saved.x.array, dz, **keywords_of(saved))
+    dw = call(ops.all_gather_weight_gradient, saved.x.array, dz, **saved.keywords)
     return lent(dw, saved.w), _sum_rows(saved, dz)
 
 
-def _local_dx(saved: Linear, dz: Array) -> Any:
+def _local_dx(saved: Kept, dz: Array) -> Any:
     return give(_product(*_leaf_by_leaf(saved, dz), saved.dtype, saved.leaves), saved.x)
 
 
-def _leaf_by_leaf(saved: Linear, dz: Array) -> tuple[Array, Array]:
+def _leaf_by_leaf(saved: Kept, dz: Array) -> tuple[Array, Array]:
     """The gradient of z and w.T, whose product is that of x. Leaves of swiglu lie side by side: (gate, up), ..."""
     w = saved.w.array
     if not saved.leaves or saved.activation != "swiglu":
@@ -180,12 +145,12 @@ def _leaf_by_leaf(saved: Linear, dz: Array) -> tuple[Array, Array]:
     return leaves(dz), leaves(w).T
 
 
-def _local_dw(saved: Linear, dz: Array) -> Gradients:
+def _local_dw(saved: Kept, dz: Array) -> Gradients:
     x, d = as_rows(saved.x.array), as_rows(dz)
     return give(_product(x.T, d, saved.dtype, min(saved.leaves, 1)), saved.w), _sum_rows(saved, dz)
 
 
-def _row(
+def _row_parallel_linear(
     x: Any,
     w: Any,
     bias: Any = None,
@@ -193,7 +158,7 @@ def _row(
     comm: Any = None,
     sequence_parallel: bool = True,
     counts: Sequence[int] | None = None,
-) -> tuple[Any, Linear]:
+) -> tuple[Any, Kept]:
     """y = reduce_scatter(x @ w, counts) + bias
 
     x: (all rows, ..., k of this rank), Shard(-1). w: (k of this rank, n), Shard(0). bias: (n,), the same on all ranks,
@@ -205,56 +170,54 @@ def _row(
     Raises ShapeError, DtypeError or LayoutError on all ranks, or MismatchError if only other ranks refuse.
     """
 
-    operation = matmul_reduce_scatter if sequence_parallel else matmul_all_reduce
+    operation = ops.matmul_reduce_scatter if sequence_parallel else ops.matmul_all_reduce
 
-    def check(comm: Communicator) -> tuple[str, tuple[Any, ...]]:
-        tensors = _linear_tensors(x, w, bias)
-        check_leaves(comm, len(tensors[1].array), False)
-        rows = len(tensors[0].array)
+    def check(comm: Communicator) -> tuple[str, Kept]:
+        saved = _borrowed(x, w, bias, sequence_parallel=sequence_parallel)
+        saved.leaves = check_leaves(comm, len(saved.w.array), False)
         if counts is not None and not sequence_parallel:
             raise LayoutError("counts= is for sequence_parallel=True: without it, every rank keeps all rows")
-        kept = list(counts_of("row_parallel_linear", counts, rows, comm.size, "the rows"))
-        return "of row_parallel_linear", (*tensors, kept)
+        saved.counts = [*counts_of("row_parallel_linear", counts, len(saved.x.array), comm.size, "the rows")]
+        return "of row_parallel_linear", saved
 
-    group, text, (tx, tw, tb, kept) = admit(operation, comm, check)
-    added = None if tb is None else tb.array
-    how = {"comm": group, "counts": kept} if sequence_parallel else held_alike(group)
-    y = arrived(begin(operation, text, tx.array, tw.array, bias=added, dtype=tx.dtype, **how))
-    saved = Linear(tx, tw, tb, group, sequence_parallel, kept, y.shape)
-    return lent(y, tx), saved
+    group, text, saved = admit(operation, comm, check)
+    how = {"comm": group, "counts": saved.counts} if sequence_parallel else held_alike(group)
+    how |= {"bias": _array(saved.bias), "dtype": saved.dtype}
+    y = arrived(begin(operation, text, saved.x.array, saved.w.array, **how))
+    saved.comm, saved.shape = group, y.shape
+    return lent(y, saved.x), saved
 
 
-def _row_dy(saved: Linear, dy: Any) -> Array:
+def _row_dy(saved: Kept, dy: Any) -> Array:
     """The gradient of the rows of this rank."""
     given = enter_backward("row_parallel_linear", saved, dy)
     if saved.sequence_parallel:
         return given
     comm = over_losses(saved.comm)
-    scattered: Array = call(reduce_scatter, given, counts=saved.counts, dtype=saved.dtype, comm=comm)
-    return scattered
+    return call(ops.reduce_scatter, given, counts=saved.counts, dtype=saved.dtype, comm=comm)
 
 
-def _row_backward(saved: Linear, dy: Any) -> Gradients:
-    d, options = _row_dy(saved, dy), keywords_of(saved)
+def _row_backward(saved: Kept, dy: Any) -> Gradients:
+    d, options = _row_dy(saved, dy), saved.keywords
     db = _start_shared_sum(saved, d)
-    dx, dw = call(all_gather_matmul_weight_gradient, d, saved.w.array.T, saved.x.array, **options)
+    dx, dw = call(ops.all_gather_matmul_weight_gradient, d, saved.w.array.T, saved.x.array, **options)
     return lent(dx, saved.x), lent(dw, saved.w), _shared_sum(saved, db, d)
 
 
-def _row_backward_input(saved: Linear, dy: Any) -> tuple[Gradients, Any]:
+def _row_backward_input(saved: Kept, dy: Any) -> tuple[Gradients, Any]:
     d = _row_dy(saved, dy)
-    dx = call(all_gather_matmul, d, saved.w.array.T, **keywords_of(saved))
+    dx = call(ops.all_gather_matmul, d, saved.w.array.T, **saved.keywords)
     return (lent(dx, saved.x),), (saved, d)
 
 
-def _row_backward_weight(rest: tuple[Linear, Array]) -> Gradients:
+def _row_backward_weight(rest: tuple[Kept, Array]) -> Gradients:
     saved, d = rest
     db = _start_shared_sum(saved, d)
-    dw = call(all_gather_weight_gradient, d, saved.x.array, **keywords_of(saved))
+    dw = call(ops.all_gather_weight_gradient, d, saved.x.array, **saved.keywords)
     return lent(contiguous(dw.T), saved.w), _shared_sum(saved, db, d)
 
 
-def _start_shared_sum(saved: Linear, d: Array) -> Any:
+def _start_shared_sum(saved: Kept, d: Array) -> Any:
     """The sum over all rows of all ranks, in flight: the gradient of a bias that all ranks hold.
 
     In an order of leaves it begins later: while d is gathered for the product, it is not gathered again.
@@ -265,18 +228,18 @@ def _start_shared_sum(saved: Linear, d: Array) -> Any:
     return start_sum(as_rows(widen(d, saved.dtype)).sum(0), accumulator(saved.dtype), comm)
 
 
-def _shared_sum(saved: Linear, pending: Any, d: Array) -> Any:
+def _shared_sum(saved: Kept, pending: Any, d: Array) -> Any:
     if saved.bias is None:
         return None
     if not saved.leaves:
         return give(arrived(pending), saved.bias)
     shape = (sum(saved.counts), *d.shape[1:-1], 1)
     ones = narrow(filled(shape, accumulator(saved.dtype), 1, d), saved.dtype)
-    db = call(all_gather_weight_gradient, d, ones, **keywords_of(saved))  # row after row, whoever has it
+    db = call(ops.all_gather_weight_gradient, d, ones, **saved.keywords)  # row after row, whoever has it
     return lent(db.reshape(-1), saved.bias)
 
 
-def _sum_rows(saved: Linear, d: Array) -> Any:
+def _sum_rows(saved: Kept, d: Array) -> Any:
     if saved.bias is None:
         return None
     rows = as_rows(widen(d, saved.dtype))
@@ -288,7 +251,12 @@ def _product(a: Array, b: Array, dtype: str, leaves: int) -> Array:
     return ordered_product(a, b, dtype, leaves) if leaves else wide_product(a, b, dtype)
 
 
-def _linear_tensors(x: Any, w: Any, bias: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+def _array(tensor: Tensor | None) -> Array | None:
+    return None if tensor is None else tensor.array
+
+
+def _borrowed(x: Any, w: Any, bias: Any, **more: Any) -> Kept:
+    """The tensors of a linear layer, checked."""
     tx = borrow(x, "x")
     tw = borrow(w, "w", tx, 2)
     if tx.array.ndim < 2 or tx.array.shape[-1] != len(tw.array):
@@ -296,26 +264,24 @@ def _linear_tensors(x: Any, w: Any, bias: Any) -> tuple[Tensor, Tensor, Tensor |
     tb = None if bias is None else borrow(bias, "bias", tx, 1)
     if tb is not None and len(tb.array) != tw.array.shape[1]:
         raise ShapeError(f"bias has {len(tb.array)} features, but w has {tw.array.shape[1]}")
-    return tx, tw, tb
+    return Kept(tx, w=tw, bias=tb, **more)
 
 
 column_parallel_linear = Differentiable(
-    _column,
+    _column_parallel_linear,
     _column_backward,
     tensors=("x", "w", "bias"),
     inputs=1,
     backward_input=_column_backward_input,
     backward_weight=_column_backward_weight,
     takes=("wire", "order"),
-    name="column_parallel_linear",
 )
 row_parallel_linear = Differentiable(
-    _row,
+    _row_parallel_linear,
     _row_backward,
     tensors=("x", "w", "bias"),
     inputs=1,
     backward_input=_row_backward_input,
     backward_weight=_row_backward_weight,
     takes=("wire", "order"),
-    name="row_parallel_linear",
 )

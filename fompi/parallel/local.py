@@ -31,7 +31,7 @@ from fompi.base.doors import DOORS
 from fompi.base.errors import ArgumentError, ShapeError, TensorError
 from fompi.base.layout import accumulator
 from fompi.parallel.arrays import Array, borrow_any, lent
-from fompi.parallel.attention import Rule, attend, attend_backward, merge
+from fompi.parallel.attention import Rule, Three, attend, attend_backward, merge
 from fompi.tensors.dlpack import Tensor
 
 Block = tuple[slice, slice, Any]
@@ -120,15 +120,13 @@ class LocalAttention:
             merge(*into, *map(self._taken, ("o", "lse"), result, into))
         return o, lse
 
-    def backward(
-        self, qkv: tuple[Array, Array, Array], results: tuple[Array, Array, Array], reads: Sequence[int], *at: Array
-    ) -> tuple[Array, Array, Array]:
-        """(dq, dk, dv) in the dtype of sums, as `fompi.parallel.attention.attend_backward`. `results`: (o, lse, do)"""
-        (q, k, v), (o, lse, do), (q_at, k_at) = qkv, results, at
+    def backward(self, qkv: Three, results: Three, reads: Sequence[int], q_at: Array, k_at: Array) -> Three:
+        """(dq, dk, dv) in the dtype of sums, as `fompi.parallel.attention.attend_backward`."""
+        (q, k, v), (o, lse, do) = qkv, results
         kernel = self._kernel(q, v)
         if kernel is None or not hasattr(kernel, "backward"):
             q, k, v, o, do = (widen(a, self.dtype) for a in (q, k, v, o, do))
-            return attend_backward(q, k, v, o, lse, do, reads, q_at, k_at, self.rule)
+            return attend_backward((q, k, v), (o, lse, do), reads, q_at, k_at, self.rule)
         wide = accumulator(self.dtype)
         dq, dk, dv = (filled(a.shape, wide, 0, a) for a in (q, k, v))
         if not q.shape[1]:

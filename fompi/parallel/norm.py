@@ -13,7 +13,6 @@ Source: TokenWeave (arXiv 2505.11329); the norm behind the sum is also the last 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -34,7 +33,6 @@ from fompi.parallel.arrays import (
     borrow_gradient,
     check_leaves,
     enter,
-    follow,
     give,
     held_alike,
     lent,
@@ -52,20 +50,7 @@ LEAST_NBYTES = 256 << 10
 """A smaller sum is not cut in halves: the latency of a second one costs more than a norm."""
 
 
-@dataclass
-class Normed(Kept):
-    """What the backward needs: the rows that this rank has normed, as they were, and 1 / their root mean squares."""
-
-    residual: Tensor
-    weight: Tensor
-    comm: Communicator
-    sharded: bool
-    counts: Sequence[int]  # the rows of the residual on each rank
-    r: Array
-    inverse: Array
-
-
-def _sum_and_norm(
+def _all_reduce_rmsnorm(
     x: Any,
     residual: Any,
     weight: Any,
@@ -73,7 +58,7 @@ def _sum_and_norm(
     eps: float = 1e-6,
     comm: Any = None,
     sharded: bool = False,
-) -> tuple[tuple[Any, Any], Normed]:
+) -> tuple[tuple[Any, Any], Kept]:
     """r = residual + all_reduce(x); y = r / sqrt(mean(r**2, the last dimension) + eps) * weight
 
     x: (rows, ..., n), Partial: each rank has a term. residual and r: (rows, ..., n), the same on all ranks, or with
@@ -113,7 +98,9 @@ def _sum_and_norm(
 
     moves = _Halves(group, rows, tx.array.shape, tx.array.nbytes, sharded, dtype)
     y = moves.there_and_back(tx.array, norm, text)
-    saved = Normed(tx, tr, tw, group, sharded, rows, r, inverse)
+    saved = Kept(
+        tx, tx.array.shape, residual=tr, weight=tw, comm=group, sharded=sharded, counts=rows, r=r, inverse=inverse
+    )
     return (lent(y, tx), give(r, tr)), saved
 
 
@@ -176,16 +163,14 @@ class _Halves:
             result[self.rows_of(half, rank)] = gathered[a:b]
 
 
-def _backward(saved: Normed, given: Any) -> Gradients:
+def _backward(saved: Kept, given: Any) -> Gradients:
     """g = dr + the gradient of the norm; dx: its sum over the ranks, or gathered; that of the residual is g itself."""
     group, dtype, wide = saved.comm, saved.dtype, accumulator(saved.dtype)
     shape = saved.x.array.shape
 
     def check(comm: Communicator) -> tuple[str, int, tuple[Array, Array]]:
         dy, dr = given
-        follow(saved)
-        mine = borrow_gradient(dy, dtype, shape, saved.x)
-        return "", 0, (mine, borrow_gradient(dr, dtype, saved.residual.array.shape, saved.x))
+        return "", 0, (saved.gradient(dy), borrow_gradient(dr, dtype, saved.residual.array.shape, saved.x))
 
     dy, dr = enter("the backward of all_reduce_rmsnorm", group, check)[1]
     scale, g = widen(saved.weight.array, dtype), np.empty_like(saved.r)
@@ -217,10 +202,9 @@ def _backward(saved: Normed, given: Any) -> Gradients:
 
 
 all_reduce_rmsnorm = Differentiable(
-    _sum_and_norm,
+    _all_reduce_rmsnorm,
     _backward,
     tensors=("x", "residual", "weight"),
     inputs=2,
     takes=("wire", "order"),
-    name="all_reduce_rmsnorm",
 )

@@ -5,14 +5,15 @@
     pipe.input_gradients                          # of each micro-batch on the first stage
     ys = pipe.forward(inputs)                     # an evaluation: what the last stage has computed, on its rank
 
-The order of the work is one of `orders.SCHEDULES`, or your own. A pipeline is a plan (`pipeline_plan`): its kernels are
-the methods of the stages. So it is verified, simulated and traced as every other plan.
+The schedule is one of `actions.SCHEDULES`, or actions of your own. A pipeline is a plan (`pipeline_plan`): its kernels
+are the methods of the stages. So it is verified, simulated and traced as every other plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context, copy_context
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,18 +26,18 @@ from fompi.base.call_options import wire_on
 from fompi.base.errors import DtypeError, PlanError, ShapeError, TensorError, quoted
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
+from fompi.parallel.actions import SCHEDULES, Action, Both, Step, actions
 from fompi.parallel.arrays import borrow_any, carrying, lent
 from fompi.parallel.buckets import detached
-from fompi.parallel.orders import SCHEDULES, Action, Both, Step, order
+from fompi.parallel.interleave import interleave
 from fompi.parallel.pipeline_plan import PipelineProblem, evaluation, plan
 from fompi.parallel.planned import PlannedStep
-from fompi.parallel.turns import interleave
 from fompi.plans.plan import Plan
 from fompi.runtime.executor import Executor
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor
 
-__all__ = ["SCHEDULES", "Action", "Both", "Pipeline", "order", "plan"]
+__all__ = ["SCHEDULES", "Action", "Both", "Pipeline", "actions", "plan"]
 
 FRAMEWORKS = ("numpy", "torch", "jax")
 
@@ -58,7 +59,7 @@ class Pipeline(PlannedStep):
 
     `activations[s]` is the shape of what stage s hands on, for all stages but the last. One shape is that of all
     stages. `dtype` is that of all of them. `loss(y, target) -> (value, dy)` is called on the last stage. `schedule` is
-    a name of `orders.SCHEDULES`, or an order of your own (`order`).
+    a name of `actions.SCHEDULES`, or actions of your own (`actions`).
 
     A stage gets tensors of `framework` ("numpy", "torch" or "jax") in memory that other micro-batches use later. They
     are valid until the backward of the same micro-batch returns; with two parts, until `backward_weight` returns. The
@@ -71,8 +72,8 @@ class Pipeline(PlannedStep):
     (`fompi.backends.emulated`) every call takes them, whatever it takes on the host.
 
     With `overlap_f_b` a forward and the backward of another micro-batch run side by side, where the schedule allows it
-    (`order`): what a strategy of one of them has sent travels while the other computes (`fompi.interleave`). So a layer
-    of experts hides its messages across micro-batches. An order of your own says where: "(0F1;1B0)OVERLAP_F_B".
+    (`actions`): what a strategy of one of them has sent travels while the other computes (`fompi.interleave`). So a
+    layer of experts hides its messages across micro-batches. Actions of your own say where: "(0F1;1B0)OVERLAP_F_B".
 
     With a `device` (`fompi.Device`) tensors are in its memory. Stages and loss enqueue in the caller's current stream,
     and nothing waits for them. Activations go from device to device. The `framework` "numpy" then means arrays of CuPy,
@@ -123,7 +124,7 @@ class Pipeline(PlannedStep):
                 "wire": wire_on(carrying("Pipeline", comm, how, [dtype], ["wire"]).how, dtype),
             }
             if overlap_f_b:
-                schedule = order(schedule, size, microbatches, len(self.stages), overlap_f_b)
+                schedule = actions(schedule, size, microbatches, len(self.stages), overlap_f_b)
             self.plan: Plan = plan(schedule, **self._how)
             self.problem: PipelineProblem = self.plan.problem
             self._by_number = dict(zip(self.problem.stages_of(rank), self.stages, strict=True))
@@ -140,7 +141,7 @@ class Pipeline(PlannedStep):
             self._check_methods()
             by = self.plan.schedule
             if by not in SCHEDULES:
-                by = "; ".join(" ".join(map(str, a)) for a in order(schedule, size, microbatches, len(self.stages)))
+                by = "; ".join(" ".join(map(str, a)) for a in actions(schedule, size, microbatches, len(self.stages)))
             text = f"{self.problem} with {self.problem.activations} by {by}, checked {checked}"
             text += "" if device is None else f", on a {device.name}"
             self._backend = backend or (Numpy() if device is None else backend_of(device).by_caller())
@@ -162,7 +163,10 @@ class Pipeline(PlannedStep):
         self._evaluation: Executor | None = None
 
     def _bind_stages(self, plan: Plan) -> Executor:
-        used = {kernel.name: self._in_context(getattr(self, f"_{kernel.name}")) for kernel in plan.kernels}
+        used = {}
+        for kernel in plan.kernels:
+            call = getattr(self, f"_{(kernel.beside or (kernel,))[-1].name}")
+            used[kernel.name] = self._in_context(partial(self._side_by_side, call) if kernel.beside else call)
         return self._bind(plan, used, backend=self._backend)
 
     def _in_context(self, kernel: Callable[..., None]) -> Callable[..., None]:
@@ -170,7 +174,7 @@ class Pipeline(PlannedStep):
         return lambda *given: self._context.copy().run(kernel, *given)
 
     def _check_methods(self) -> None:
-        """Raise PlanError if a stage of this rank lacks a method that the order calls."""
+        """Raise PlanError if a stage of this rank lacks a method that its actions call."""
         kinds = {kernel.name for kernel in self.plan.kernels}
         if self.framework not in FRAMEWORKS:
             raise PlanError(f"framework={quoted(self.framework, FRAMEWORKS)} must be one of {', '.join(FRAMEWORKS)}")
@@ -303,12 +307,6 @@ class Pipeline(PlannedStep):
             dx, rest = _pair(stage.backward_input(saved, dy), f"backward_input() of stage {args[0]}", "(dx, rest)")
             stage.backward_weight(rest)
         self._keep_gradient(args, dx, writes)
-
-    def _forward_backward(self, args: tuple[int, ...], reads: Any, writes: Any) -> None:
-        self._side_by_side(self._backward, args, reads, writes)
-
-    def _forward_backward_input(self, args: tuple[int, ...], reads: Any, writes: Any) -> None:
-        self._side_by_side(self._backward_input, args, reads, writes)
 
     def _side_by_side(self, backward: Callable[..., None], args: tuple[int, ...], reads: Any, writes: Any) -> None:
         """A forward and a backward: `fompi.plans.plan.UserKernel` says what belongs to which."""

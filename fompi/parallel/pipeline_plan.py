@@ -14,7 +14,7 @@ slots of its declared shape:
 | `gS`    | nothing: it stands for the gradients of the parameters, or | the end, where it has a term per micro-batch |
 |         | in an evaluation for what the stage has computed           |                                              |
 
-A receive is posted as soon as its slot is free. `SPARE` slots beyond those that the order needs make it early.
+A receive is posted as soon as its slot is free. `SPARE` slots beyond those that the actions need make it early.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fompi.base.errors import ShapeError
 from fompi.base.layout import MOST_NBYTES, integer, itemsize, nbytes
 from fompi.base.wires import wire_of
 from fompi.model.pipeline import rank_of, stages_of
-from fompi.parallel.orders import BOTH, KINDS, Action, Both, Orders, Step, order, parts, placement_in
+from fompi.parallel.actions import BOTH, KINDS, Action, Actions, Both, Step, actions, parts, placement_in
 from fompi.parallel.stages import KEPT, Passed, StageWriter, name_of, passes, plan_of, seconds_of
 from fompi.plans.encoded import encoded
 from fompi.plans.kernels import Value, opaque, total
@@ -46,6 +46,7 @@ Shape = tuple[int, ...]
 class PipelineProblem(OwnProblem):
     """Every micro-batch goes forward and backward through all stages, and adds to the gradients of each one once.
 
+    The operation "evaluation" goes forward only, and keeps nothing for a backward: what stages compute is the result.
     `activations[s]` is the shape of what stage s hands on. `split` are the (stage, micro-batch) whose backward has two
     parts. `placement` says which stages a rank has (`fompi.model.pipeline.PLACEMENTS`). `wire` is the form in which
     messages carry what is handed on.
@@ -56,6 +57,10 @@ class PipelineProblem(OwnProblem):
     split: tuple[tuple[int, int], ...] = ()
     placement: str = "loop"
     wire: str = field(default="", kw_only=True)  # type: ignore[misc]
+
+    @property
+    def is_evaluation(self) -> bool:
+        return self.operation == "evaluation"
 
     @property
     def stages(self) -> int:
@@ -82,15 +87,19 @@ class PipelineProblem(OwnProblem):
     def _gradients(self) -> dict[int, Value]:
         """The terms of the gradients of each stage: one for each micro-batch, as one process would make it."""
         found: defaultdict[int, list[Value]] = defaultdict(list)
-        split, last = set(self.split), self.stages - 1
+        split, last, forward = set(self.split), self.stages - 1, KERNELS["E" if self.is_evaluation else "F"]
         for i in range(self.microbatches):
             inputs: list[Value] = [()]  # of each stage
             saved: list[Value] = []
             for s in range(self.stages):
                 operands = [inputs[s]] if s else []
-                results = [(opaque("forward", (s, i), operands, k),) for k in range(1 if s == last else 2)]
+                results = [(opaque(forward, (s, i), operands, k),) for k in range(1 if s == last else 2)]
                 saved.append(results[-1])
                 inputs.append(results[0])
+                if self.is_evaluation:
+                    found[s].append(saved[s])
+            if self.is_evaluation:
+                continue
             gradient: Value = ()  # of the output of the stage
             for s in reversed(range(self.stages)):
                 travelled = [gradient] * (s < last) + [inputs[s]] * (s > 0)
@@ -110,21 +119,6 @@ class PipelineProblem(OwnProblem):
         return f"{self.operation}({self.dtype}, {self.stages} stages, {self.microbatches} micro-batches{passed}{wire})"
 
 
-class EvaluationProblem(PipelineProblem):
-    """Every micro-batch goes forward through all stages, and nothing is kept for a backward."""
-
-    @cached_property
-    def _gradients(self) -> dict[int, Value]:
-        found: defaultdict[int, list[Value]] = defaultdict(list)
-        for i in range(self.microbatches):
-            operands: list[Value] = []
-            for s in range(self.stages):
-                y, computed = ((opaque("evaluate", (s, i), operands, k),) for k in range(2))
-                found[s].append(y if s == self.stages - 1 else computed)
-                operands = [y]
-        return {stage: total(*values) for stage, values in found.items()}
-
-
 def plan(
     schedule: str | Sequence[Sequence[Step | str]],
     *,
@@ -138,14 +132,14 @@ def plan(
 ) -> Plan:
     """plan("1f1b", ranks=4, microbatches=8, activations=(16, 64)): who computes, sends and receives what.
 
-    `schedule` is as for `order`, or what it returns. `activations[s]` is the shape of what stage s hands on, for all
-    stages but the last; one shape is that of all stages. `seconds` are those of the actions F, B, I and W, for all
+    `schedule` is as for `actions`, or what that returns. `activations[s]` is the shape of what stage s hands on, for
+    all stages but the last; one shape is that of all stages. `seconds` are those of the actions F, B, I and W, for all
     stages or for each one. They are needed to simulate the plan. B is I + W, if these two are given. A forward and a
     backward side by side take as long as both, or as "OVERLAP_F_B" says, by the stage of the forward. `wire` is the
-    form in which messages carry what is handed on (`fompi.base.wires`). Raises PlanError for an order that is wrong,
+    form in which messages carry what is handed on (`fompi.base.wires`). Raises PlanError for actions that are wrong,
     and ShapeError or DtypeError for what is passed on.
     """
-    listed = order(schedule, ranks, microbatches, chunks)
+    listed = actions(schedule, ranks, microbatches, chunks)
     shapes = _shapes(activations, ranks * chunks)
     split = tuple(sorted((a.stage, a.microbatch) for steps in listed for a in parts(steps) if a.kind == "I"))
     where = placement_in(listed, chunks)
@@ -169,7 +163,7 @@ def evaluation(
     rank 0 | 0 1 2 3 |           several stages of a rank: as many micro-batches as ranks go through one of them,
     rank 1 |   0 1 2 3 |         then through the next. In a V each goes on as soon as it can.
     """
-    listed: Orders = [
+    listed: Actions = [
         [
             Action(stage, "E", i)
             for first in range(0, microbatches, ranks)
@@ -181,13 +175,13 @@ def evaluation(
     if placement == "v":
         listed = [[*sorted(parts(a), key=lambda a: (a.stage + a.microbatch, -a.stage))] for a in listed]
     shapes = _shapes(activations, ranks * chunks)
-    problem = EvaluationProblem(
+    problem = PipelineProblem(
         "evaluation", ranks, dtype, microbatches, shapes, placement=placement, wire=wire_of(wire, dtype)
     )
     return _plan(problem, listed, "in order", seconds or {})
 
 
-def _plan(problem: PipelineProblem, listed: Orders, name: str, seconds: Mapping[str, float | Sequence[float]]) -> Plan:
+def _plan(problem: PipelineProblem, listed: Actions, name: str, seconds: Mapping[str, float | Sequence[float]]) -> Plan:
     stages = problem.stages
     itemsize(problem.dtype)  # raises DtypeError for an unknown one
     if max((nbytes(shape, problem.dtype) for shape in problem.activations), default=0) >= MOST_NBYTES:
@@ -240,8 +234,8 @@ class _Writer(StageWriter):
 
     problem: PipelineProblem
 
-    def __init__(self, problem: PipelineProblem, orders: Orders, rank: int, counts: Mapping[str, int]):
-        super().__init__(problem, orders, rank, problem.workspace(rank, 1), counts)
+    def __init__(self, problem: PipelineProblem, listed: Actions, rank: int, counts: Mapping[str, int]):
+        super().__init__(problem, listed, rank, problem.workspace(rank, 1), counts)
         self.kept: dict[tuple[str, int, int], Chunk] = {}  # what a forward or the first part of a backward leaves
         self.begun: set[int] = set()  # the stages whose gradients have their first term
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,29 +22,14 @@ from fompi.parallel.heads import parts_of
 from fompi.parallel.local import LocalAttention
 
 
-@dataclass
-class RingStep:
-    """What the ring keeps. q, k, v and o have the storage of q's dtype."""
-
-    q: Array
-    k: Array
-    v: Array
-    o: Array
-    lse: Array
-    at: list[Array]  # the positions of the tokens of each rank
-    reads: list[int]
-
-
-@dataclass(frozen=True)
 class AttentionRing:
-    """The ranks round which keys and values of `dtype` go, in messages."""
+    """The ranks round which keys and values go, in messages. `at`: the positions of the tokens of each rank.
 
-    local: LocalAttention
-    comm: Communicator
+    It keeps what its backward needs, with the storage of q's dtype.
+    """
 
-    @property
-    def dtype(self) -> str:
-        return self.local.dtype
+    def __init__(self, local: LocalAttention, comm: Communicator, at: list[Array], reads: list[int]):
+        self.local, self.comm, self.at, self.reads, self.dtype = local, comm, at, reads, local.dtype
 
     def _shift(self, dtype: str, *arrays: Array) -> list[Any]:
         """The arrays travel to the next rank, each in a message, and those of the rank before come."""
@@ -61,36 +45,39 @@ class AttentionRing:
             if travels is not None:
                 k, v = map(arrived, travels)
 
-    def run(self, q: Array, k: Array, v: Array, at: list[Array], reads: list[int]) -> tuple[Array, RingStep]:
-        """(o, what the backward keeps): the results over the blocks of all ranks, merged in the dtype of sums."""
-        here, o, lse = at[self.comm.rank], None, None
+    def run(self, q: Array, k: Array, v: Array) -> Array:
+        """The results over the blocks of all ranks, merged in the dtype of sums."""
+        self.q, self.k, self.v, at = q, k, v, self.at
+        here = at[self.comm.rank]
+        o, lse = None, None
         for source, key, value in self._circle(k, v):
-            part = self.local.attend(q, key, value, reads, here, at[source])
+            part = self.local.attend(q, key, value, self.reads, here, at[source])
             if o is None or lse is None:
                 o, lse = part
             else:
                 merge(o, lse, *part)
         assert o is not None and lse is not None
-        o = narrow(o, self.dtype)
-        return o, RingStep(q, k, v, o, lse, at, reads)
+        self.o: Array = narrow(o, self.dtype)
+        self.lse: Array = lse
+        return self.o
 
-    def backward(self, step: RingStep, do: Array) -> tuple[Array, Array, Array]:
+    def backward(self, do: Array) -> tuple[Array, Array, Array]:
         """(dq, dk, dv) in the dtype of sums. The gradients of a block travel with it, and each rank adds its own.
 
         At the last step they travel home, behind nothing but each other: if they are long, slice by slice of the heads.
         """
-        dtype, at, size = self.dtype, step.at, self.comm.size
-        q, o, here, heads = step.q, step.o, at[self.comm.rank], step.k.shape[1]
+        dtype, at, size = self.dtype, self.at, self.comm.size
+        q, o, here, heads = self.q, self.o, at[self.comm.rank], self.k.shape[1]
         dq = filled(q.shape, accumulator(dtype), 0, q)
-        parts = parts_of(heads, max(map(len, at)) * step.k.shape[2] * dq.itemsize * heads)
+        parts = parts_of(heads, max(map(len, at)) * self.k.shape[2] * dq.itemsize * heads)
         travelling: list[list[Any]] = []  # of each part: the sums of the keys and of the values
-        for number, (source, key, value) in enumerate(self._circle(step.k, step.v)):
+        for number, (source, key, value) in enumerate(self._circle(self.k, self.v)):
             came, travelling = travelling, []
             sums: list[Array] = []
             for kv in parts if number == size - 1 else [slice(0, heads)]:
-                mine = slice(bisect_left(step.reads, kv.start), bisect_left(step.reads, kv.stop))
-                reads = [read - kv.start for read in step.reads[mine]]
-                qkv, results = (q[:, mine], key[:, kv], value[:, kv]), (o[:, mine], step.lse[:, mine], do[:, mine])
+                mine = slice(bisect_left(self.reads, kv.start), bisect_left(self.reads, kv.stop))
+                reads = [read - kv.start for read in self.reads[mine]]
+                qkv, results = (q[:, mine], key[:, kv], value[:, kv]), (o[:, mine], self.lse[:, mine], do[:, mine])
                 more, *grown = self.local.backward(qkv, results, reads, here, at[source])
                 dq[:, mine] += more
                 sums = sums or [arrived(each) for of_part in came for each in of_part]

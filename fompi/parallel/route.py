@@ -21,12 +21,11 @@ from fompi.base.layout import accumulator
 from fompi.engine.communicator import Communicator
 from fompi.parallel.arrays import (
     Array,
+    Kept,
     arrived,
     borrow,
-    borrow_gradient,
     enter,
     enter_backward,
-    follow,
     give,
     lent,
     start_sum,
@@ -36,16 +35,6 @@ from fompi.parallel.differentiable import Differentiable, Gradients
 from fompi.parallel.exchange import Batch, Exchange, check_experts
 from fompi.parallel.section import in_section
 from fompi.tensors.dlpack import Tensor
-
-
-@dataclass
-class Gate:
-    """What the backward of a route needs."""
-
-    x: Tensor
-    router: Tensor
-    choice: Choice
-    comm: Communicator
 
 
 @dataclass
@@ -82,32 +71,22 @@ def _gate(
     normalize: bool = True,
     capacity_factor: float | None = None,
     policy: str = "probs",
-    into: list[Gate] | None = None,
-) -> tuple[Any, Gate]:
-    """weights = softmax(x @ router)[the k best experts]. `into` gets the Gate too."""
+) -> tuple[Any, Kept]:
+    """weights = softmax(x @ router)[the k best experts]"""
 
     def check(_: Communicator) -> tuple[str, int, tuple[Tensor, Tensor]]:
         tx, tr, text = check_route(x, router, k, normalize, capacity_factor, policy)
         return text, 0, (tx, tr)
 
     group, (tx, tr), _ = enter("route", comm, check)
-    gate = Gate(tx, tr, chosen(tx, tr, k, normalize, capacity_factor, policy), group)
-    if into is not None:
-        into.append(gate)
-    return lent(gate.choice.weights, tx, accumulator(tx.dtype)), gate
+    choice, dtype = chosen(tx, tr, k, normalize, capacity_factor, policy), accumulator(tx.dtype)
+    return lent(choice.weights, tx, dtype), Kept(tx, choice.shares.shape, dtype, router=tr, choice=choice, comm=group)
 
 
-def _gate_backward(saved: Gate, dweights: Any) -> Gradients:
-    dtype = accumulator(saved.x.dtype)
-
-    def check(_: Communicator) -> tuple[str, int, Array]:
-        follow(saved)
-        return "", 0, borrow_gradient(dweights, dtype, saved.choice.shares.shape, saved.x)
-
-    d = enter("the backward of route", saved.comm, check)[1]
-    dlogits = choose_backward(saved.choice, d)
+def _gate_backward(saved: Kept, dweights: Any) -> Gradients:
+    dlogits = choose_backward(saved.choice, enter_backward("route", saved, dweights))
     x, router = widen(saved.x.array, saved.x.dtype), widen(saved.router.array, saved.x.dtype)
-    drouter = arrived(start_sum(x.T @ dlogits, dtype, saved.comm))
+    drouter = arrived(start_sum(x.T @ dlogits, saved.dtype, saved.comm))
     return give(dlogits @ router.T, saved.x), give(drouter, saved.router)
 
 
@@ -127,16 +106,16 @@ class _Routing:
 
     @in_section("route")
     def __call__(self, x: Any, router: Any, **options: Any) -> Route:
-        into: list[Gate] = []
-        weights = self._weights(x, router, into=into, **options)
-        return self._route(weights, into[0])
+        kept: list[Kept] = []
+        weights = self._weights.watched(kept.append)(x, router, **options)
+        return self._route(weights, kept[0])
 
     @in_section("route")
-    def forward(self, x: Any, router: Any, **options: Any) -> tuple[Route, Gate]:
+    def forward(self, x: Any, router: Any, **options: Any) -> tuple[Route, Kept]:
         weights, gate = self._weights.forward(x, router, **options)
         return self._route(weights, gate), gate
 
-    def _route(self, weights: Any, gate: Gate) -> Route:
+    def _route(self, weights: Any, gate: Kept) -> Route:
         exchange = Exchange(gate.choice, range(len(gate.choice.kept)), gate.comm, apart=False)
         exchange.announce()
         counting = start_count(gate.choice, exchange.chosen, gate.comm)
@@ -150,31 +129,12 @@ class _Routing:
 route = _Routing()
 
 
-@dataclass
-class Moved:
+def _moved(route: Route, *tensors: Tensor, shape: tuple[int, ...], **more: Any) -> Kept:
     """What the backward of `dispatch`, `experts` or `combine` needs."""
-
-    route: Route
-    tensors: tuple[Tensor, ...]
-    shape: tuple[int, ...]  # of the result
-    batch: Batch | None = None
-    back: Array | None = None
-    activation: str = ""
-
-    @property
-    def dtype(self) -> str:
-        return self.tensors[0].dtype
-
-    @property
-    def like(self) -> Tensor:
-        return self.tensors[0]
-
-    @property
-    def comm(self) -> Communicator:
-        return self.route.comm
+    return Kept(tensors[0], shape, comm=route.comm, route=route, tensors=tensors, **more)
 
 
-def _dispatch(x: Any, route: Route) -> tuple[Any, Moved]:
+def _dispatch(x: Any, route: Route) -> tuple[Any, Kept]:
     """y = the rows of all ranks for expert 0 of this rank, then those for expert 1, ...
 
     x: (rows of this rank, n). y: (sum(route.rows_per_expert), n). Rows of an expert stand in the order of their ranks.
@@ -188,10 +148,10 @@ def _dispatch(x: Any, route: Route) -> tuple[Any, Moved]:
     tensor = enter("dispatch", _routed(route).comm, check)[1]
     exchange = route.exchange
     rows = exchange.came(exchange.go(tensor.array[exchange.token], tensor.dtype))
-    return lent(rows, tensor), Moved(route, (tensor,), rows.shape)
+    return lent(rows, tensor), _moved(route, tensor, shape=rows.shape)
 
 
-def _dispatch_backward(saved: Moved, dy: Any) -> Gradients:
+def _dispatch_backward(saved: Kept, dy: Any) -> Gradients:
     dtype = accumulator(saved.dtype)
     given = widen(enter_backward("dispatch", saved, dy), saved.dtype)
     dx = filled(saved.tensors[0].array.shape, dtype, 0, given)
@@ -199,7 +159,7 @@ def _dispatch_backward(saved: Moved, dy: Any) -> Gradients:
     return (give(dx, saved.tensors[0]),)
 
 
-def _experts(x: Any, w1: Any, w2: Any, route: Route, *, activation: str = "silu") -> tuple[Any, Moved]:
+def _experts(x: Any, w1: Any, w2: Any, route: Route, *, activation: str = "silu") -> tuple[Any, Kept]:
     """y = activation(x @ w1[e]) @ w2[e], for the rows of each expert e of this rank
 
     x: the rows that `dispatch` gave. w1: (experts of this rank, h, f). w2: (experts of this rank, f, n).
@@ -214,20 +174,19 @@ def _experts(x: Any, w1: Any, w2: Any, route: Route, *, activation: str = "silu"
     tensors = enter("experts", _routed(route).comm, check)[1]
     rows, v1, v2 = (widen(t.array, t.dtype) for t in tensors)
     batch, y = Batch.forward(rows, route.rows_per_expert, v1, v2, activation)
-    return give(y, tensors[0]), Moved(route, tensors, y.shape, batch, activation=activation)
+    return give(y, tensors[0]), _moved(route, *tensors, shape=y.shape, batch=batch, activation=activation)
 
 
-def _experts_backward(saved: Moved, dy: Any) -> Gradients:
+def _experts_backward(saved: Kept, dy: Any) -> Gradients:
     d = widen(enter_backward("experts", saved, dy), saved.dtype)
     w1, w2 = (widen(t.array, t.dtype) for t in saved.tensors[1:])
     dw1, dw2, batch = np.zeros_like(w1), np.zeros_like(w2), saved.batch
-    assert batch is not None
     dx, dz = batch.backward(d, w1, w2, saved.activation)
     batch.add_weight_gradients(d, dz, saved.activation, dw1, dw2)
     return tuple(map(give, (dx, dw1, dw2), saved.tensors))
 
 
-def _combine(y: Any, route: Route, weights: Any = None) -> tuple[Any, Moved]:
+def _combine(y: Any, route: Route, weights: Any = None) -> tuple[Any, Kept]:
     """x[i] = sum(route.weights[i, j] * (the row of y that expert j of row i has made) for j in range(k))
 
     y: (sum(route.rows_per_expert), n), in the order of `dispatch`. x: (rows of this rank, n). `weights` are those of
@@ -248,10 +207,10 @@ def _combine(y: Any, route: Route, weights: Any = None) -> tuple[Any, Moved]:
     back = widen(arrived(exchange.go_back(ty.array, dtype)), dtype)
     out = filled((len(route.choice.kept), ty.array.shape[1]), accumulator(dtype), 0, back)
     exchange.add(back, out, tw.array)
-    return give(out, ty), Moved(route, (ty, tw), out.shape, back=back)
+    return give(out, ty), _moved(route, ty, tw, shape=out.shape, back=back)
 
 
-def _combine_backward(saved: Moved, dy: Any) -> Gradients:
+def _combine_backward(saved: Kept, dy: Any) -> Gradients:
     ty, tw = saved.tensors
     exchange, dtype = saved.route.exchange, accumulator(saved.dtype)
     given = widen(enter_backward("combine", saved, dy), saved.dtype)[exchange.token]
@@ -280,6 +239,6 @@ class _Combine(Differentiable):
         return given
 
 
-dispatch = Differentiable(_dispatch, _dispatch_backward, tensors=("x",), inputs=1, name="dispatch")
-experts = Differentiable(_experts, _experts_backward, tensors=("x", "w1", "w2"), inputs=1, name="experts")
-combine = _Combine(_combine, _combine_backward, tensors=("y", "weights"), inputs=2, name="combine")
+dispatch = Differentiable(_dispatch, _dispatch_backward, tensors=("x",), inputs=1)
+experts = Differentiable(_experts, _experts_backward, tensors=("x", "w1", "w2"), inputs=1)
+combine = _Combine(_combine, _combine_backward, tensors=("y", "weights"), inputs=2)

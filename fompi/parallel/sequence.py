@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,49 +22,26 @@ from fompi.backends.numbers import widen
 from fompi.base.errors import LayoutError, ShapeError
 from fompi.base.layout import accumulator
 from fompi.engine.communicator import Communicator
-from fompi.parallel.arrays import Array, arrived, borrow, borrow_gradient, enter, follow, give, lent, zeros
+from fompi.parallel.arrays import Array, Kept, borrow, enter_axes, give, lent, zeros
 from fompi.parallel.attention import Rule, check_heads
 from fompi.parallel.differentiable import Differentiable, Gradients
-from fompi.parallel.heads import Deal, Returns, ToHeads, query_heads, return_all
+from fompi.parallel.heads import Deal, Returns, ToHeads, return_all
 from fompi.parallel.local import LocalAttention, check_kernel
 from fompi.parallel.ring import AttentionRing
-from fompi.parallel.section import has_ended
 from fompi.parallel.sharding import LAYOUTS, Sharding, check_ranks, check_sharding, check_tokens, in_few_words
 from fompi.parallel.ulysses import Tokens, UlyssesSlice, one_after_another
-from fompi.tensors.dlpack import Tensor
 
 __all__ = ["LAYOUTS", "Sharding", "ring_attention", "ulysses_attention", "usp_attention"]
 
 # ------------------------------------------------------------------------------------------ what all three share
 
 
-@dataclass
-class Saved:
-    """What the backward needs: the tensors, and what each step keeps, in the dtype of q."""
-
-    tensors: tuple[Tensor, Tensor, Tensor]
-    local: LocalAttention
-    shape: tuple[int, ...]
-    comms: tuple[Communicator, ...]
-    steps: Any = None
-
-    @property
-    def dtype(self) -> str:
-        return self.tensors[0].dtype
-
-    @property
-    def like(self) -> Tensor:
-        return self.tensors[0]
+Check = tuple[str, int, Kept]
 
 
 def _check(
-    tensors: Sequence[Any],
-    sharding: Any,
-    rank: int,
-    causal: bool,
-    scale: float | None,
-    attention: Any,
-) -> tuple[str, int, Saved]:
+    tensors: Sequence[Any], sharding: Any, rank: int, causal: bool, scale: float | None, attention: Any
+) -> Check:
     """The tensors of this rank, checked, and a text that must be the same on all ranks."""
     q, k, v = tensors
     tq = borrow(q, "q", None, 3)
@@ -82,45 +58,39 @@ def _check(
         )
     text = f"{in_few_words(sharding)}, {tq.dtype}, {heads} and {kv_heads} heads, d={d}, e={e}, {causal=}, {scale=}"
     local = LocalAttention(Rule(bool(causal), scale, sharding.cu_seqlens), tq.dtype, tq, attention)
-    saved = Saved(borrowed, local, (len(tq.array), heads, e), ())
-    return text, 0, saved
+    return text, 0, Kept(tq, (len(tq.array), heads, e), tensors=borrowed, local=local)
 
 
-def _enter_backward(name: str, saved: Saved, do: Any) -> Array:
+def _enter(name: str, comm: Any, tensors: Sequence[Any], sharding: Sharding, *how: Any) -> Kept:
+    """What a strategy on one communicator keeps, once all ranks have begun it."""
+
+    def check(comm: Communicator) -> Check:
+        check_ranks(sharding, comm.size)
+        return _check(tensors, sharding, comm.rank, *how)
+
+    comms, saved = enter_axes([(name, comm)], check)
+    saved.comms = comms
+    return saved
+
+
+def _enter_backward(name: str, saved: Kept, do: Any) -> Array:
     """The gradient of the result as an array, once all ranks have begun this backward."""
-    refusal: Exception | None = None
-    array: Array = np.empty(0)
-
-    def check(comm: Communicator) -> tuple[str, int, Array]:
-        if refusal is not None:
-            raise refusal
-        follow(saved)
-        return "", 0, borrow_gradient(do, saved.dtype, saved.shape, saved.like)
-
-    for comm in saved.comms:
-        try:
-            array = enter(f"the backward of {name}", comm, check)[1]
-        except Exception as error:
-            refusal = refusal or error
-            if has_ended(error):  # all ranks hear of it by themselves
-                break
-    if refusal is not None:
-        raise refusal
-    return array
+    axes = [(f"the backward of {name}", comm) for comm in saved.comms]
+    return enter_axes(axes, lambda _: ("", 0, saved.gradient(do)))[1]
 
 
 def _reads(heads: int, kv_heads: int) -> list[int]:
     return [head // (heads // kv_heads) for head in range(heads)]
 
 
-def _give(gradients: Sequence[Array], saved: Saved) -> Gradients:
+def _give(gradients: Sequence[Array], saved: Kept) -> Gradients:
     return tuple(give(gradient, tensor) for gradient, tensor in zip(gradients, saved.tensors, strict=True))
 
 
 # ----------------------------------------------------------------------------------------------------------- ring
 
 
-def _ring(
+def _ring_attention(
     q: Any,
     k: Any,
     v: Any,
@@ -130,7 +100,7 @@ def _ring(
     causal: bool = False,
     scale: float | None = None,
     attention: Any = None,
-) -> tuple[Any, Saved]:
+) -> tuple[Any, Kept]:
     """o = softmax(scale * q @ all keys.T) @ all values
 
     q: (tokens of this rank, heads, d). k: (tokens of this rank, key/value heads, d). v: (tokens of this rank, key/value
@@ -145,30 +115,24 @@ def _ring(
     keys and values are rounded alike at each step, their gradients once at each step.
     Raises LayoutError, ShapeError or DtypeError on all ranks, or MismatchError if only other ranks refuse.
     """
-
-    def check(comm: Communicator) -> tuple[str, int, Saved]:
-        check_ranks(sharding, comm.size)
-        return _check((q, k, v), sharding, comm.rank, causal, scale, attention)
-
-    group, saved, _ = enter("ring_attention", comm, check)
-    saved.comms = (group,)
+    saved = _enter("ring_attention", comm, (q, k, v), sharding, causal, scale, attention)
+    (group,) = saved.comms
     q, k, v = (tensor.array for tensor in saved.tensors)
     at = [sharding.indices(rank) for rank in range(group.size)]
-    reads = _reads(q.shape[1], k.shape[1])
-    o, saved.steps = AttentionRing(saved.local, group).run(q, k, v, at, reads)
-    return lent(o.copy(), saved.like), saved  # the backward needs o as it is
+    saved.ring = AttentionRing(saved.local, group, at, _reads(q.shape[1], k.shape[1]))
+    o = saved.ring.run(q, k, v)
+    return lent(o.copy(), saved.x), saved  # the backward needs o as it is
 
 
-def _ring_backward(saved: Saved, do: Any) -> Gradients:
+def _ring_backward(saved: Kept, do: Any) -> Gradients:
     array = _enter_backward("ring_attention", saved, do)
-    ring = AttentionRing(saved.local, saved.comms[0])
-    return _give(ring.backward(saved.steps, array), saved)
+    return _give(saved.ring.backward(array), saved)
 
 
 # -------------------------------------------------------------------------------------------------------- Ulysses
 
 
-def _ulysses(
+def _ulysses_attention(
     q: Any,
     k: Any,
     v: Any,
@@ -178,51 +142,42 @@ def _ulysses(
     causal: bool = False,
     scale: float | None = None,
     attention: Any = None,
-) -> tuple[Any, Saved]:
+) -> tuple[Any, Kept]:
     """o = softmax(scale * q @ all keys.T) @ all values
 
-    q: (tokens of this rank, heads, d). k: (tokens of this rank, key/value heads, d). v: (tokens of this rank, key/value
-    heads, e). o: (tokens of this rank, heads, e). `sharding` says which tokens those are, for as many ranks as `comm`
-    has. With `causal` a token sees the tokens up to itself. Packed documents of the sharding do not see each other.
-    `scale` is d ** -0.5 by default.
-
-    `attention`: the kernel of a rank, as in `ring_attention`.
-
-    An all-to-all gives each rank all tokens of some heads, as even as possible. The attention begins with the tokens
-    that are there. The results of a rank's queries leave as soon as they have seen all keys, those of this rank last.
+    The arguments are those of `ring_attention`. An all-to-all gives each rank all tokens of some heads, as even as
+    possible. The attention begins with the tokens that are there. The results of a rank's queries leave as soon as they
+    have seen all keys, those of this rank last.
     If messages are long, the heads of a rank are cut into slices, one after the other (`heads.Deal.slices`).
     A key/value head is on every rank that has one of its query heads.
     Raises LayoutError, ShapeError or DtypeError on all ranks, or MismatchError if only other ranks refuse.
     """
-
-    def check(comm: Communicator) -> tuple[str, int, Saved]:
-        check_ranks(sharding, comm.size)
-        return _check((q, k, v), sharding, comm.rank, causal, scale, attention)
-
-    group, saved, _ = enter("ulysses_attention", comm, check)
-    saved.comms = (group,)
+    saved = _enter("ulysses_attention", comm, (q, k, v), sharding, causal, scale, attention)
+    (group,) = saved.comms
     arrays = [tensor.array for tensor in saved.tensors]
     (_, heads, d), (_, kv_heads, e) = arrays[0].shape, arrays[2].shape
     deal = Deal(heads, kv_heads, group)
     nbytes = max(sharding.rows) * (d + (d + e) * kv_heads // heads) * arrays[0].itemsize
     tokens, result = Tokens.of(sharding, group.rank), zeros(group, saved.shape, accumulator(saved.dtype), arrays[0])
-    saved.steps = [UlyssesSlice(part, tokens, saved.local) for part in deal.slices(nbytes)]
+    saved.slices = [UlyssesSlice(part, tokens, saved.local) for part in deal.slices(nbytes)]
     for returns in one_after_another(
-        saved.steps, lambda part: part.fetch(*arrays), lambda part, arriving, then: part.forward(arriving, result, then)
+        saved.slices,
+        lambda part: part.fetch(*arrays),
+        lambda part, arriving, then: part.forward(arriving, result, then),
     ):
         returns.add()
-    return give(result, saved.tensors[0]), saved
+    return give(result, saved.x), saved
 
 
-def _ulysses_backward(saved: Saved, do: Any) -> Gradients:
+def _ulysses_backward(saved: Kept, do: Any) -> Gradients:
     array = _enter_backward("ulysses_attention", saved, do)
     group, (tq, tk, tv) = saved.comms[0], (tensor.array for tensor in saved.tensors)
     all_q = zeros(group, tq.shape, accumulator(saved.dtype), tq)
     all_kv = zeros(group, (*tk.shape[:2], tk.shape[2] + tv.shape[2]), accumulator(saved.dtype), tq)
     for keys, queries in one_after_another(
-        saved.steps,
+        saved.slices,
         lambda part: part.fetch_gradient(array),
-        lambda part, arriving, then: part.backward(arriving, array, (all_kv, all_q), then),
+        lambda part, arriving, then: part.backward(arriving, (all_kv, all_q), then),
     ):
         keys.add()
         queries.add()
@@ -232,7 +187,7 @@ def _ulysses_backward(saved: Saved, do: Any) -> Gradients:
 # ----------------------------------------------------------------------------------------------------------- both
 
 
-def _usp(
+def _usp_attention(
     q: Any,
     k: Any,
     v: Any,
@@ -243,7 +198,7 @@ def _usp(
     causal: bool = False,
     scale: float | None = None,
     attention: Any = None,
-) -> tuple[Any, Saved]:
+) -> tuple[Any, Kept]:
     """o = softmax(scale * q @ all keys.T) @ all values
 
     The tensors and `attention` are those of `ring_attention`. `ring` and `ulysses` are the axes of a mesh:
@@ -251,13 +206,8 @@ def _usp(
     the ring.
     Raises LayoutError, ShapeError or DtypeError on all ranks, or MismatchError if only other ranks refuse.
     """
-    refusal: Exception | None = None
-    saved: Saved | None = None
-    axes: list[Communicator] = []
 
-    def check(comm: Communicator) -> tuple[str, int, Saved]:
-        if refusal is not None:
-            raise refusal
+    def check(_: Communicator) -> Check:
         check_sharding(sharding)
         around, across = Communicator.of(ring), Communicator.of(ulysses)
         if (around.size, across.size) != (sharding.ring, sharding.ulysses):
@@ -268,40 +218,29 @@ def _usp(
         rank = around.rank * across.size + across.rank
         return _check((q, k, v), sharding, rank, causal, scale, attention)
 
-    for name, axis in (("ulysses", ulysses), ("ring", ring)):
-        try:  # a refusal of one rank reaches the ranks of its row, and by them all others
-            group, saved, _ = enter(f"usp_attention, {name}=", axis, check)
-            axes.append(group)
-        except Exception as error:
-            refusal = refusal or error
-            if has_ended(error):  # all ranks hear of it by themselves
-                break
-    if refusal is not None or saved is None:
-        raise refusal  # type: ignore[misc]
-    saved.comms = across, around = (axes[0], axes[1])
+    comms, saved = enter_axes([("usp_attention, ulysses=", ulysses), ("usp_attention, ring=", ring)], check)
+    saved.comms = across, around = comms
     dtype, (q, k, v) = saved.dtype, (tensor.array for tensor in saved.tensors)
     deal = Deal(q.shape[1], k.shape[1], across)
     rows = [len(sharding.indices(around.rank * across.size + rank)) for rank in range(across.size)]
     queries, keys = deal.queries, deal.keys
-    to_heads = ToHeads([(q, queries), (k, keys), (v, keys)], rows, dtype, across)
-    parts = [to_heads.of(rank) for rank in range(across.size)]
-    full_q, full_k, full_v = (np.concatenate(of_all) for of_all in zip(*parts, strict=True))
-    to_heads.pending.wait()
+    full_q, full_k, full_v = ToHeads([(q, queries), (k, keys), (v, keys)], rows, dtype, across).whole()
     at = [sharding.ring_indices(rank) for rank in range(around.size)]
-    o, step = AttentionRing(saved.local, around).run(full_q, full_k, full_v, at, deal.reads)
+    saved.ring = AttentionRing(saved.local, around, at, deal.reads)
+    o = saved.ring.run(full_q, full_k, full_v)
     result = zeros(across, saved.shape, accumulator(dtype), o)
     return_all(widen(o, dtype), Returns(rows, queries, result, dtype, across))
-    saved.steps = step, deal, rows
-    return give(result, saved.tensors[0]), saved
+    saved.deal, saved.rows = deal, rows
+    return give(result, saved.x), saved
 
 
-def _usp_backward(saved: Saved, do: Any) -> Gradients:
+def _usp_backward(saved: Kept, do: Any) -> Gradients:
     array = _enter_backward("usp_attention", saved, do)
-    (step, deal, rows), dtype, (across, around), (tq, tk, tv) = saved.steps, saved.dtype, saved.comms, saved.tensors
+    deal, rows, dtype, across, (tq, tk, tv) = saved.deal, saved.rows, saved.dtype, saved.comms[0], saved.tensors
     wide = accumulator(dtype)
     queries, keys = deal.queries, deal.keys
-    do = arrived(query_heads(array, deal, dtype))
-    full_dq, dk, dv = AttentionRing(saved.local, around).backward(step, do)
+    (do,) = ToHeads([(array, queries)], rows, dtype, across).whole()
+    full_dq, dk, dv = saved.ring.backward(do)
     dq = zeros(across, tq.array.shape, wide, full_dq)
     dkv = zeros(across, (*tk.array.shape[:2], tk.array.shape[2] + tv.array.shape[2]), wide, dk)
     return_all(full_dq, Returns(rows, queries, dq, dtype, across))
@@ -310,8 +249,6 @@ def _usp_backward(saved: Saved, do: Any) -> Gradients:
     return _give((dq, dkv[..., : tk.array.shape[2]], dkv[..., tk.array.shape[2] :]), saved)
 
 
-ring_attention = Differentiable(_ring, _ring_backward, tensors=("q", "k", "v"), inputs=3, name="ring_attention")
-ulysses_attention = Differentiable(
-    _ulysses, _ulysses_backward, tensors=("q", "k", "v"), inputs=3, name="ulysses_attention"
-)
-usp_attention = Differentiable(_usp, _usp_backward, tensors=("q", "k", "v"), inputs=3, name="usp_attention")
+ring_attention = Differentiable(_ring_attention, _ring_backward, tensors=("q", "k", "v"), inputs=3)
+ulysses_attention = Differentiable(_ulysses_attention, _ulysses_backward, tensors=("q", "k", "v"), inputs=3)
+usp_attention = Differentiable(_usp_attention, _usp_backward, tensors=("q", "k", "v"), inputs=3)

@@ -8,11 +8,11 @@ from typing import Any
 
 from fompi.base.errors import PlanError
 from fompi.base.layout import Sizes, number
-from fompi.parallel.orders import SCHEDULES, Action, Orders, Step, parts
+from fompi.parallel.actions import SCHEDULES, Action, Actions, Step, parts
 from fompi.plans.plan import Chunk, Op, Plan, Program, Programs, Recv, Send, UserKernel, Workspace
 
 SPARE = 2
-"""Slots for messages beyond those that the order needs: one may arrive, and one may leave, while others are in use."""
+"""Slots for messages beyond those that the actions need: one may arrive, and one may leave, while others are in use."""
 
 KEPT = "sr"
 """The first letters of the kinds of slots that stay on their rank: they need no spare ones."""
@@ -63,19 +63,19 @@ def passes(action: Action, stages: int) -> Passed | None:
 class StageWriter:
     """Writes the program of one rank, which has some stages of a pipeline.
 
-    `place` is that of the rank among those of the pipeline: `orders[place]` is what it does. What another stage hands
+    `place` is that of the rank among those of the pipeline: `listed[place]` is what it does. What another stage hands
     on is received before it is needed, in the order in which its source sends. `counts`: how many slots there are.
     """
 
-    def __init__(self, problem: Any, orders: Orders, place: int, work: Workspace, counts: Mapping[str, int]):
-        self.problem, self.steps, self.place, self.work = problem, orders[place], place, work
+    def __init__(self, problem: Any, listed: Actions, place: int, work: Workspace, counts: Mapping[str, int]):
+        self.problem, self.steps, self.place, self.work = problem, listed[place], place, work
         self.slots = Slots(work, problem.dtype, counts)
         self.ops: list[Op] = []
         self.held: dict[Passed, list[Chunk]] = {}
         own = {action.stage for action in parts(self.steps)}
         others = {s + step for s in own for step in (-1, 1) if 0 <= s + step < problem.stages}
         sources = {problem.rank_of(s) for s in others} - {place}
-        self.arriving = {source: deque(self._sent(orders[source])) for source in sources}
+        self.arriving = {source: deque(self._sent(listed[source])) for source in sources}
 
     def program(self) -> Program:
         raise NotImplementedError
@@ -122,8 +122,8 @@ class StageWriter:
 
 
 def name_of(schedule: object) -> str:
-    """The name of a plan whose order is `schedule`."""
-    return schedule if isinstance(schedule, str) and schedule in SCHEDULES else "own order"
+    """The name of a plan whose actions are those of `schedule`."""
+    return schedule if isinstance(schedule, str) and schedule in SCHEDULES else "own actions"
 
 
 def plan_of(

@@ -5,8 +5,34 @@
     with TrainingStep(make, layers=8, mesh=mesh, comm=comm, **how) as step:
         losses = step(inputs, targets)               # of the micro-batches, on the ranks of the last stage
 
-`make(l)` is layer l of the model on this rank of tp (`step_layers`): a `Layer` or `AttentionLayer`. The first may be an
-`EmbeddingLayer`, the last one a `HeadLayer`, which is the loss. A rank keeps a part of the parameters between steps.
+`make(l)` is layer l of the model on this rank of tp: an object with `parameters`, a list of arrays, and the methods of
+its `kind`. `weights` are as `parameters`, with the numbers of this step, and `gradients` those of them: None for one
+that a method does not read. `saved` is what a backward needs. A term is that of this rank of tp.
+
+    "rows", the default: y = x + sum over tp of the terms, for each row on its own
+        forward(weights, x) -> (term, saved)
+        backward(weights, saved, dy) -> (term of dx, gradients)
+
+    "attention": y = x + sum over tp of output(attention(qkv(x))), with the heads of this rank
+        qkv(weights, x) -> (qkv, saved)                                     # some rows
+        attention([qkv, ...]) -> ([o, ...], saved)                          # all rows of a micro-batch, in order
+        output(weights, o) -> (term, saved)
+        output_backward(weights, saved, dy) -> (do, gradients)
+        attention_backward(saved, [do, ...]) -> [dqkv, ...]
+        qkv_backward(weights, saved, dqkv) -> (term of dx, gradients)
+
+    "embedding", the first layer: rows from inputs of any form
+        forward(weights, inputs) -> (x, saved)
+        backward(weights, saved, dx) -> gradients
+
+    "head", the last layer: the loss of the rows of this rank
+        loss(weights, y, targets) -> (value, dy, saved)
+        backward(weights, saved) -> gradients                               # later, when the pipeline runs empty
+
+Without `residual` y is the sum alone. A layer without tensor parallelism is one term. The first layer may return None
+as dx. An embedding and a head have the same parameters on all ranks of tp. With `stay = True` parameters stay on this
+rank between steps, and are gathered as soon as they are updated, instead of at the next use; of others it keeps a
+part.
 """
 
 from __future__ import annotations
@@ -22,16 +48,18 @@ from fompi.base.errors import DtypeError, PlanError, ShapeError
 from fompi.base.layout import in_common, offsets
 from fompi.engine.handshake import agree
 from fompi.ops.operations import all_gather
+from fompi.parallel.actions import Step
 from fompi.parallel.arrays import Array
 from fompi.parallel.optimizers import State, state_of, update
-from fompi.parallel.orders import Step
 from fompi.parallel.planned import PlannedStep
-from fompi.parallel.step_layers import Gradients, form_of
 from fompi.parallel.step_plan import KERNELS, plan
 from fompi.parallel.step_problem import KINDS, LayerForm, StepProblem
 from fompi.plans.plan import Plan
 
 Args = tuple[int, ...]
+
+Gradients = Sequence[Array | None]
+"""Of each of the weights. One that no method of any rank reads in a step is left alone by the optimizer."""
 
 
 def _write(out: Array, value: Array, what: str) -> None:
@@ -49,7 +77,7 @@ class TrainingStep(PlannedStep):
     features). `schedule` is as for `step_plan.plan`, `optimizer` an SGD or AdamW of `fompi.parallel.data`.
 
     `loss(y, target) -> (value, dy)` gets some rows of a micro-batch at a time; the values are added. A layer gets rows
-    in the same way (`Layer`): a half of those of a rank of tp. A `HeadLayer` has the loss.
+    in the same way: a half of those of a rank of tp. A head has the loss.
 
     A step that fails on one rank raises PeerError on the others, and changes neither parameters nor `states`. A
     parameter without a gradient is left alone. float16 has a float32 copy in `states`, and float32 sums of gradients.
@@ -85,7 +113,7 @@ class TrainingStep(PlannedStep):
                 raise ShapeError(f"mesh={dict(mesh)} has {problem.size} ranks, but the communicator {self.comm.size}")
             self.layers = {number: make(number) for number in problem.held(self.comm.rank)}
             for number, layer in self.layers.items():
-                found = form_of(number, layer)
+                found = LayerForm.of(number, layer)
                 known[number] = found.parameters, kinds.index(found.kind), found.stay, found.tensors
             if loss is None and layers - 1 in self.layers and found.kind != "head":
                 raise PlanError(f"layer {layers - 1} is no head, so a step needs loss=")

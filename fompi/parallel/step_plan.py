@@ -35,7 +35,7 @@ from typing import Any
 
 from fompi.base.errors import LayoutError, PlanError
 from fompi.base.layout import accumulator, integer, itemsize
-from fompi.parallel.orders import Action, Orders, Step, order, parts, placement_in
+from fompi.parallel.actions import Action, Actions, Step, actions, parts, placement_in
 from fompi.parallel.stages import Passed, StageWriter, name_of, plan_of, seconds_of
 from fompi.parallel.step_problem import KINDS, LayerForm, StepProblem
 from fompi.plans.plan import Chunk, Compute, Plan, Program, Recv, Send, UserKernel
@@ -66,11 +66,11 @@ def plan(
     """The plan of a step on the ranks of a mesh, such as {"dp": 2, "tp": 2, "pp": 2}: tp innermost, pp outermost.
 
     `layers[l]` is the number of parameters of layer l on a rank of tp, or a `LayerForm`. Activations have the `shape`
-    (rows of a rank, features). `schedule` is as for `pipeline.order`, with F and B; a forward and a backward side by
-    side take turns, layer by layer. `seconds` maps "F", "B" and "U" to the seconds of the forward, of the backward and
+    (rows of a rank, features). `schedule` is as for `pipeline.actions`, with F and B; a forward and a backward side by
+    side alternate, layer by layer. `seconds` maps "F", "B" and "U" to the seconds of the forward, of the backward and
     of the update of a layer, on a rank and for a micro-batch, for all layers or for each one: they are needed to
     simulate it. Each of the three kernels of attention takes a third.
-    Raises PlanError for a wrong order, and LayoutError for sizes that do not fit.
+    Raises PlanError for wrong actions, and LayoutError for sizes that do not fit.
     """
     if unknown := {*mesh} - {"dp", "tp", "pp"}:
         raise LayoutError(f"mesh={mesh!r} has the axis {min(unknown)!r}: a step has dp, tp and pp")
@@ -79,9 +79,9 @@ def plan(
         raise LayoutError(f"mesh={mesh!r}, shape={shape!r}, chunks={chunks!r}: they must be integers >= 1")
     forms = _forms(layers, pp * chunks)
     itemsize(dtype)  # raises DtypeError for an unknown one
-    listed = order(schedule, pp, microbatches, chunks)
+    listed = actions(schedule, pp, microbatches, chunks)
     if {action.kind for steps in listed for action in parts(steps)} - {"F", "B"}:
-        raise PlanError("a step needs whole backwards: take an order with F and B, such as 1f1b or interleaved")
+        raise PlanError("a step needs whole backwards: take actions F and B, such as those of 1f1b or interleaved")
     form = forms, tuple(map(int, shape)), chunks, placement_in(listed, chunks)
     problem = StepProblem("training step", dp * tp * pp, dtype, axes, microbatches, *form)  # type: ignore[arg-type]
     kernels = tuple(UserKernel(name, _seconds(name, seconds or {}, problem)) for name in KERNELS)
@@ -128,9 +128,9 @@ class _StepWriter(StageWriter):
 
     problem: StepProblem
 
-    def __init__(self, problem: StepProblem, orders: Orders, rank: int, counts: Mapping[str, int]):
+    def __init__(self, problem: StepProblem, listed: Actions, rank: int, counts: Mapping[str, int]):
         self.rank, (self.d, self.t, place) = rank, problem.place(rank)
-        super().__init__(problem, orders, place, problem.workspace(rank, 1), counts)
+        super().__init__(problem, listed, place, problem.workspace(rank, 1), counts)
         self.wide = accumulator(problem.dtype)
         self.dropped = deque[list[Chunk]]([[], []])
         self.weights: dict[int, list[Chunk]] = {}
@@ -144,7 +144,7 @@ class _StepWriter(StageWriter):
     def program(self) -> Program:
         for step in self.steps:
             running = [self._act(action) for action in parts([step])]
-            while running:  # side by side: layer by layer in turns
+            while running:  # side by side: they alternate, layer by layer
                 running = [each for each in running if next(each, self) is not self]
         if self.head in self.problem.held(self.rank):
             self._loss_backward(0)
@@ -307,7 +307,7 @@ class _StepWriter(StageWriter):
         for h in range(1, len(x)):
             yield self.t, h, x[h]
 
-    def _in_turn(self) -> list[tuple[int, int]]:
+    def _all_places(self) -> list[tuple[int, int]]:
         """(place, half) of rows that are all there: first those whose terms must travel."""
         halves = range(len(self.problem.halves))
         return [(place, h) for place, _ in [*self._peers(), (self.t, self.rank)] for h in halves]
@@ -357,7 +357,7 @@ class _StepWriter(StageWriter):
             kept[place, h] = [rows, qkv]
         o = {at: self._token() for at in places}
         self._call("attention", (layer, b), [kept[at][1] for at in places], [o[at] for at in places])
-        for place, h in self._in_turn():
+        for place, h in self._all_places():
             rows, qkv = kept[place, h]
             term, saved = self._rows(h), self._token()
             self._call("output", (layer, b, place, h), (rows, o[place, h], *weights), (term, saved))
@@ -374,7 +374,7 @@ class _StepWriter(StageWriter):
         dqkv = {at: self._token() for at in places}
         mixed = [do[at] for at in places] + [kept[at][k] for k in (2, 3) for at in places]
         self._call("attention_backward", (layer, b), mixed, [dqkv[at] for at in places])
-        for place, h in self._in_turn():
+        for place, h in self._all_places():
             term, (x, saved, qkv, o) = self._rows(h), kept[place, h]
             reads = (given[place, h], dqkv[place, h], x, qkv)
             self._add(layer, "qkv_backward", (layer, b, place, h), reads, term)

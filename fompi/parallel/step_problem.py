@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from fompi.base.errors import PlanError
 from fompi.base.layout import offsets, split
 from fompi.model.pipeline import rank_of, stages_of
 from fompi.plans.kernels import Value, opaque, total
@@ -40,6 +41,17 @@ class LayerForm(NamedTuple):
     def replicated(self) -> bool:
         """True if all ranks of tp have the same parameters. Each of them computes its own rows only."""
         return self.kind in ("embedding", "head")
+
+    @classmethod
+    def of(cls, number: int, layer: Any) -> LayerForm:
+        """That of a layer of a program. Raises PlanError if it is none, or of an unknown kind."""
+        kind = getattr(layer, "kind", "rows")
+        if kind not in KINDS:
+            raise PlanError(f"layer {number} is of the kind {kind!r}, which is none of {', '.join(KINDS)}")
+        if not hasattr(layer, "parameters"):
+            raise PlanError(f"make({number}) has returned {layer!r}, which is no layer: it has no `parameters`")
+        sizes = [w.size for w in layer.parameters]
+        return cls(sum(sizes), kind, bool(getattr(layer, "stay", False)), len(sizes))
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ row-parallel layer, a shared key head) gets the sum over its holders.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -20,15 +19,9 @@ import numpy as np
 
 from fompi.backends.numbers import contiguous, narrow, wide_product, widen
 from fompi.base.errors import ShapeError
-from fompi.base.layout import accumulator, offsets, split
+from fompi.base.layout import accumulator, offsets
 from fompi.engine.communicator import Communicator
-from fompi.ops.operations import (
-    all_gather_matmul,
-    all_gather_matmul_many,
-    all_gather_matmul_weight_gradient,
-    all_gather_weight_gradient,
-    matmul_reduce_scatter,
-)
+from fompi.ops import operations as ops
 from fompi.parallel.arrays import (
     Array,
     Kept,
@@ -38,7 +31,6 @@ from fompi.parallel.arrays import (
     call,
     enter,
     enter_backward,
-    keywords_of,
     lent,
     memory,
     start,
@@ -47,51 +39,18 @@ from fompi.parallel.arrays import (
     unrounded,
     zeros,
 )
-from fompi.parallel.attention import Rule, check_documents, check_heads
+from fompi.parallel.attention import Rule, check_documents
 from fompi.parallel.differentiable import Differentiable, Gradients
+from fompi.parallel.heads import heads_of
 from fompi.parallel.linear import column_parallel_linear, row_parallel_linear
 from fompi.parallel.local import LocalAttention, check_kernel
 from fompi.parallel.norm import all_reduce_rmsnorm
 from fompi.parallel.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
-from fompi.tensors.dlpack import Tensor
 
 __all__ = [
     "all_reduce_rmsnorm", "attention", "column_parallel_linear", "heads_of", "row_parallel_linear",
     "vocab_parallel_cross_entropy", "vocab_parallel_embedding",
 ]  # fmt: skip
-
-
-def heads_of(rank: int, size: int, heads: int, kv_heads: int) -> tuple[range, range]:
-    """(the query heads of a rank, the key/value heads that they read)
-
-    Query heads are dealt out as evenly as possible. A key/value head is on every rank that has one of its query heads.
-    Raises LayoutError if `heads` is not a multiple of `kv_heads`.
-    """
-    check_heads(heads, kv_heads)
-    first = offsets(split(heads, size))
-    mine, group = range(first[rank], first[rank + 1]), heads // kv_heads
-    return mine, range(mine[0] // group, mine[-1] // group + 1) if mine else range(0)
-
-
-@dataclass
-class Heads(Kept):
-    """What the backward of attention needs: q, k, v and o have the dtype of x."""
-
-    weights: tuple[Tensor, ...]
-    comm: Communicator
-    counts: Sequence[int]
-    heads: int
-    kv_heads: int
-    head_dim: int
-    batch: int
-    local: LocalAttention
-    reads: list[int]
-    q: Array
-    k: Array
-    v: Array
-    o: Array
-    lse: Array
-    shape: tuple[int, ...]
 
 
 def _attention(
@@ -109,7 +68,7 @@ def _attention(
     cu_seqlens: Any = None,
     query_split: bool = True,
     attention: Any = None,
-) -> tuple[Any, Heads]:
+) -> tuple[Any, Kept]:
     """q, k, v = all_gather(x) @ wq, wk, wv; y = reduce_scatter(softmax(scale * q @ k.T) @ v @ wo)
 
     x: (rows of this rank, ..., n), the tokens in order, Shard(0); dimensions between are a batch. wq: (n, heads of this
@@ -125,7 +84,7 @@ def _attention(
     Raises LayoutError, ShapeError or DtypeError on all ranks, or MismatchError if only other ranks refuse.
     """
 
-    def check(comm: Communicator) -> tuple[str, int, tuple[Tensor, tuple[Tensor, ...], int, Rule]]:
+    def check(comm: Communicator) -> tuple[str, int, Kept]:
         tx = borrow(x, "x")
         weights = tuple(borrow(w, name, tx, 2) for w, name in ((wq, "wq"), (wk, "wk"), (wv, "wv"), (wo, "wo")))
         mine, keys = heads_of(comm.rank, comm.size, heads, kv_heads)
@@ -145,22 +104,23 @@ def _attention(
         text = f"{tx.dtype}, x (rows, {tx.array.shape[1:]}), n={out}, {heads=}, {kv_heads=}, {causal=}, {scale=}, "
         text += f"{query_split=}, cu_seqlens={rule.cu_seqlens}"
         text += f", {d} numbers a head" if heads >= comm.size else ""
-        return text, len(tx.array), (tx, weights, d, rule)
+        local = LocalAttention(rule, tx.dtype, tx, attention)
+        saved = Kept(tx, weights=weights, heads=heads, kv_heads=kv_heads, head_dim=d, local=local)
+        return text, len(tx.array), saved
 
-    group, (tx, weights, d, rule), counts = enter("attention", comm, check)
+    group, saved, counts = enter("attention", comm, check)
     if heads < group.size:  # a rank without heads does not know how long they are
-        d = max(enter("attention: the length of a head", group, lambda _: ("", d, None))[2])
-    if rule.cu_seqlens is not None:
-        check_documents(rule.cu_seqlens, sum(counts))
-    rank, size, dtype = group.rank, group.size, tx.dtype
-    mine, keys = heads_of(rank, size, heads, kv_heads)
+        saved.head_dim = max(enter("attention: the length of a head", group, lambda _: ("", saved.head_dim, None))[2])
+    tx, weights, local, d = saved.x, saved.weights, saved.local, saved.head_dim
+    if local.rule.cu_seqlens is not None:
+        check_documents(local.rule.cu_seqlens, sum(counts))
+    dtype, (mine, keys) = tx.dtype, heads_of(group.rank, group.size, heads, kv_heads)
     total, between, batch = sum(counts), tx.array.shape[1:-1], prod(tx.array.shape[1:-1])
     arrays = [w.array for w in weights]
-    _, projected = call(all_gather_matmul_many, tx.array, arrays[:3], dtype=dtype, comm=group)
+    _, projected = call(ops.all_gather_matmul_many, tx.array, arrays[:3], dtype=dtype, comm=group)
     q, k, v = (a.reshape(total, batch * len(have), d) for a, have in zip(projected, (mine, keys, keys), strict=True))
     reads = [b * len(keys) + h // (heads // kv_heads) - keys.start for b in range(batch) for h in mine]
     at = np.arange(total)
-    local = LocalAttention(rule, dtype, tx, attention)
     o, lse = np.empty_like(q), memory(group, q.shape[:2], accumulator(dtype), q)
 
     def attend_to(begin: int, end: int) -> Array:
@@ -171,29 +131,37 @@ def _attention(
         return o[rows].reshape(end - begin, *between, len(mine) * d)
 
     if query_split:
-        first = offsets(counts)
-        arrive: list[Any] = []
-        for distance in range(1, size + 1):  # the queries of the next rank first, those of this rank last
-            owner, source = (rank + distance) % size, (rank - distance) % size
-            term = wide_product(attend_to(first[owner], first[owner + 1]), arrays[3], dtype)
-            if owner != rank:
-                there, here = owner if counts[owner] else None, source if counts[rank] else None
-                arrive.append(transfer(term, there, here, accumulator(dtype), group))
-        for pending in arrive:
-            other = arrived(pending)
-            if counts[rank]:
-                add(term, other)
-        y = narrow(term, dtype)
+        y = _rows_of_owners(attend_to, arrays[3], counts, dtype, group)
     else:
-        y = call(matmul_reduce_scatter, attend_to(0, total), arrays[3], counts=counts, dtype=dtype, comm=group)
-    saved = Heads(
-        x=tx, weights=weights, comm=group, counts=counts, heads=heads, kv_heads=kv_heads, head_dim=d, batch=batch,
-        local=local, reads=reads, q=q, k=k, v=v, o=o, lse=lse, shape=y.shape,
-    )  # fmt: skip
+        y = call(ops.matmul_reduce_scatter, attend_to(0, total), arrays[3], counts=counts, dtype=dtype, comm=group)
+    saved.comm, saved.counts, saved.shape, saved.reads = group, counts, y.shape, reads
+    saved.q, saved.k, saved.v, saved.o, saved.lse = q, k, v, o, lse
     return lent(y, tx), saved
 
 
-def _attention_inner(saved: Heads, do: Array) -> Array:
+def _rows_of_owners(
+    attend_to: Callable[[int, int], Array], wo: Array, counts: Sequence[int], dtype: str, comm: Communicator
+) -> Array:
+    """reduce_scatter(attend_to(all queries) @ wo): for the queries of one rank after the other, those of this one last.
+
+    A result leaves for its rank while the next one is computed.
+    """
+    rank, size, first = comm.rank, comm.size, offsets(counts)
+    arrive: list[Any] = []
+    for distance in range(1, size + 1):
+        owner, source = (rank + distance) % size, (rank - distance) % size
+        term = wide_product(attend_to(first[owner], first[owner + 1]), wo, dtype)
+        if owner != rank:
+            there, here = owner if counts[owner] else None, source if counts[rank] else None
+            arrive.append(transfer(term, there, here, accumulator(dtype), comm))
+    for pending in arrive:
+        other = arrived(pending)
+        if counts[rank]:
+            add(term, other)
+    return narrow(term, dtype)
+
+
+def _attention_inner(saved: Kept, do: Array) -> Array:
     """The gradient of the projections, side by side, where `do` is that of the heads' results."""
     dtype, total = saved.dtype, len(saved.q)
     q, k, v, o, at = saved.q, saved.k, saved.v, saved.o, np.arange(total)
@@ -205,44 +173,44 @@ def _attention_inner(saved: Heads, do: Array) -> Array:
     return narrow(np.concatenate(flat, -1), dtype)
 
 
-def _heads_result(saved: Heads) -> Array:
+def _heads_result(saved: Kept) -> Array:
     """o as (all rows, ..., heads of this rank * d)."""
     return saved.o.reshape(len(saved.o), *saved.x.array.shape[1:-1], saved.weights[0].array.shape[1])
 
 
-def _attention_backward(saved: Heads, dy: Any) -> Gradients:
+def _attention_backward(saved: Kept, dy: Any) -> Gradients:
     d = enter_backward("attention", saved, dy)
-    options = keywords_of(saved)
-    do, dwo = call(all_gather_matmul_weight_gradient, d, saved.weights[3].array.T, _heads_result(saved), **options)
+    options = saved.keywords
+    do, dwo = call(ops.all_gather_matmul_weight_gradient, d, saved.weights[3].array.T, _heads_result(saved), **options)
     inner = _attention_inner(saved, do)
-    dw = start(all_gather_weight_gradient, saved.x.array, inner, **options)  # both travel at once
-    dx = start(matmul_reduce_scatter, inner, _projections(saved).T, counts=saved.counts, **options)
+    dw = start(ops.all_gather_weight_gradient, saved.x.array, inner, **options)  # both travel at once
+    dx = start(ops.matmul_reduce_scatter, inner, _projections(saved).T, counts=saved.counts, **options)
     dws = _weight_gradients(saved, arrived(dw))
     return lent(arrived(dx), saved.x), *dws, lent(dwo, saved.weights[3])
 
 
-def _attention_backward_input(saved: Heads, dy: Any) -> tuple[Gradients, Any]:
+def _attention_backward_input(saved: Kept, dy: Any) -> tuple[Gradients, Any]:
     d = enter_backward("attention", saved, dy)
-    options = keywords_of(saved)
-    inner = _attention_inner(saved, call(all_gather_matmul, d, saved.weights[3].array.T, **options))
-    dx = call(matmul_reduce_scatter, inner, _projections(saved).T, counts=saved.counts, **options)
+    options = saved.keywords
+    inner = _attention_inner(saved, call(ops.all_gather_matmul, d, saved.weights[3].array.T, **options))
+    dx = call(ops.matmul_reduce_scatter, inner, _projections(saved).T, counts=saved.counts, **options)
     return (lent(dx, saved.x),), (saved, d, inner)
 
 
-def _attention_backward_weight(rest: tuple[Heads, Array, Array]) -> Gradients:
+def _attention_backward_weight(rest: tuple[Kept, Array, Array]) -> Gradients:
     saved, d, inner = rest
-    options = keywords_of(saved)
-    dwo = start(all_gather_weight_gradient, d, _heads_result(saved), **options)
-    dw = call(all_gather_weight_gradient, saved.x.array, inner, **options)
+    options = saved.keywords
+    dwo = start(ops.all_gather_weight_gradient, d, _heads_result(saved), **options)
+    dw = call(ops.all_gather_weight_gradient, saved.x.array, inner, **options)
     dws = _weight_gradients(saved, dw)
     return *dws, lent(contiguous(arrived(dwo).T), saved.weights[3])
 
 
-def _projections(saved: Heads) -> Array:
+def _projections(saved: Kept) -> Array:
     return np.concatenate([w.array for w in saved.weights[:3]], 1)
 
 
-def _weight_gradients(saved: Heads, dw: Array) -> Gradients:
+def _weight_gradients(saved: Kept, dw: Array) -> Gradients:
     """The gradients of wq, wk and wv, which `dw` has side by side. Shared heads are summed over their holders."""
     size, d, dtype = saved.comm.size, saved.head_dim, saved.dtype
     ends = list(accumulate(w.array.shape[1] for w in saved.weights[:3]))
@@ -274,5 +242,4 @@ attention = Differentiable(
     inputs=1,
     backward_input=_attention_backward_input,
     backward_weight=_attention_backward_weight,
-    name="attention",
 )

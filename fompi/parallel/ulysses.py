@@ -15,10 +15,9 @@ import numpy as np
 
 from fompi.backends.numbers import narrow
 from fompi.base.layout import accumulator, offsets
-from fompi.ops.pending import Pending
-from fompi.parallel.arrays import Array, arrived_from, memory, zeros
+from fompi.parallel.arrays import Array, memory, zeros
 from fompi.parallel.attention import merge
-from fompi.parallel.heads import Deal, Returns, ToHeads, query_heads
+from fompi.parallel.heads import Deal, Returns, ToHeads
 from fompi.parallel.local import LocalAttention
 from fompi.parallel.sharding import Sharding
 
@@ -92,12 +91,12 @@ class UlyssesSlice:
         return returns
 
     # -- backward
-    def fetch_gradient(self, do: Array) -> Pending:
+    def fetch_gradient(self, do: Array) -> ToHeads:
         """The gradients of the results, on their way to the ranks of the heads."""
-        return query_heads(do, self.deal, self.dtype)
+        return ToHeads([(do, self.deal.queries)], self.tokens.rows, self.dtype, self.deal.comm)
 
     def backward(
-        self, arriving: Pending, do: Array, into: tuple[Array, Array], then: Callable[[bool], None]
+        self, arriving: ToHeads, into: tuple[Array, Array], then: Callable[[bool], None]
     ) -> tuple[Returns, Returns]:
         """The gradients, on their way to `into`: those of the keys with the values, and those of the queries.
 
@@ -106,10 +105,9 @@ class UlyssesSlice:
         deal, tokens, dtype = self.deal, self.tokens, self.dtype
         comm, runs, at, wide = deal.comm, tokens.runs, tokens.at, accumulator(dtype)
         q, k, v, o = self.q, self.k, self.v, self.o
-        given, width, own = memory(comm, o.shape, o.dtype, o), k.shape[2], deal.queries[comm.rank]
+        given, width = memory(comm, o.shape, o.dtype, o), k.shape[2]
         dq = zeros(comm, q.shape, wide, q)
         dkv = zeros(comm, (*k.shape[:2], width + v.shape[2]), wide, q)
-        given[runs[0]] = do[:, own.start : own.stop]
         sent = wide if deal.shares else dtype  # what is summed later travels in the dtype of sums
         keys = Returns(tokens.rows, deal.keys, into[0], sent, comm)
         queries = Returns(tokens.rows, deal.queries, into[1], dtype, comm)
@@ -124,9 +122,8 @@ class UlyssesSlice:
 
         here, others, last = runs[0], slice(runs[0].stop, len(q)), len(runs) - 1
         for number, (source, run) in enumerate(zip(tokens.sources, runs, strict=True)):
-            if number:
-                given[run] = arrived_from(arriving, source)
-            then(number == last or arriving.done())
+            (given[run],) = arriving.of(source)
+            then(number == last or arriving.pending.done())
             if number < last:
                 add(run, others)
         for source, run in zip(tokens.sources[1:], runs[1:], strict=True):
@@ -138,7 +135,7 @@ class UlyssesSlice:
         add(here, here)
         keys.send(comm.rank, dkv[here])
         queries.send(comm.rank, dq[here])
-        arriving.wait()
+        arriving.pending.wait()
         return keys, queries
 
 

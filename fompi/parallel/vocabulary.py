@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_gather, all_reduce, reduce_scatter
 from fompi.parallel.arrays import (
     Array,
+    Kept,
     arrived,
     as_rows,
     borrow,
@@ -26,8 +26,6 @@ from fompi.parallel.arrays import (
     enter,
     enter_backward,
     give,
-    keywords_of,
-    leaves_of,
     lent,
     over_losses,
     start_sum,
@@ -38,35 +36,14 @@ from fompi.plans.rows import counts_of
 from fompi.tensors.dlpack import Tensor
 
 
-@dataclass
-class Embedding:
-    """What the backward of an embedding needs."""
-
-    table: Tensor
-    local: Array  # the row of each token; 0 for those of other ranks
-    ours: Array  # which tokens are of this rank's part of the vocabulary
-    rows: int
-    comm: Communicator
-    sequence_parallel: bool
-    shape: tuple[int, ...]
-
-    @property
-    def dtype(self) -> str:
-        return self.table.dtype
-
-    @property
-    def like(self) -> Tensor:
-        return self.table
-
-
-def _embedding(
+def _vocab_parallel_embedding(
     tokens: Any,
     table: Any,
     *,
     comm: Any = None,
     sequence_parallel: bool = True,
     counts: Sequence[int] | None = None,
-) -> tuple[Any, Embedding]:
+) -> tuple[Any, Kept]:
     """y = reduce_scatter(all rows of the table [tokens], counts)
 
     tokens: (all rows, ...), integers, the same on all ranks. table: (rows of this rank, n): each rank has a part of the
@@ -109,7 +86,7 @@ def _embedding(
         y = call(reduce_scatter, y, counts=kept, dtype=tt.dtype, comm=group.using(order="any"))
     else:
         y = arrived(start_sum(y, tt.dtype, group.using(order="any")))
-    saved = Embedding(tt, local, ours, len(numbers), group, sequence_parallel, y.shape)
+    saved = Kept(tt, y.shape, local=local, ours=ours, comm=group, sequence_parallel=sequence_parallel)
     return lent(y, tt), saved
 
 
@@ -120,17 +97,17 @@ def _ours(numbers: Array, parts: Sequence[int], rank: int) -> tuple[Array, Array
     return np.where(ours, local, np.int64(0)), ours
 
 
-def _embedding_backward(saved: Embedding, dy: Any) -> Gradients:
+def _embedding_backward(saved: Kept, dy: Any) -> Gradients:
     given = enter_backward("vocab_parallel_embedding", saved, dy)
     if saved.sequence_parallel:
-        full = call(all_gather, given, **keywords_of(saved))
+        full = call(all_gather, given, **saved.keywords)
     else:
         full = arrived(start_sum(given, saved.dtype, over_losses(saved.comm)))
     wide = widen(full, saved.dtype)
-    gradient = zeros(saved.comm, saved.table.array.shape, wide.dtype, wide)
+    gradient = zeros(saved.comm, saved.x.array.shape, wide.dtype, wide)
     if len(gradient):
         np.add.at(gradient, saved.local, np.where(saved.ours[..., None], wide, wide.dtype.type(0)))
-    return (give(gradient, saved.table),)
+    return (give(gradient, saved.x),)
 
 
 def _checksum(name: str, numbers: Array) -> str:
@@ -149,37 +126,14 @@ def _check_vocabulary(what: str, numbers: Array, total: int, comm: Communicator)
         all_reduce.refuse(error, comm)
 
 
-@dataclass
-class CrossEntropy:
-    """What the backward of the cross-entropy needs: the probabilities of this rank's part of the vocabulary."""
-
-    logits: Tensor
-    probabilities: Array
-    local: Array  # the target of each row in this part, 0 for those of other ranks
-    ours: Array  # which targets are in it
-    smoothing: float
-    vocabulary: int
-    kept: Array  # False for the rows whose target is ignored
-    comm: Communicator
-    shape: tuple[int, ...]
-
-    @property
-    def dtype(self) -> str:
-        return accumulator(self.logits.dtype)
-
-    @property
-    def like(self) -> Tensor:
-        return self.logits
-
-
-def _cross_entropy(
+def _vocab_parallel_cross_entropy(
     logits: Any,
     targets: Any,
     *,
     comm: Any = None,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
-) -> tuple[Any, CrossEntropy]:
+) -> tuple[Any, Kept]:
     """losses = -log(softmax(all logits of a row))[target], for each row; 0 where target == ignore_index
 
     logits: (all rows, ..., vocabulary of this rank), Shard(-1). targets: (all rows, ...), integers, the same on all
@@ -192,7 +146,7 @@ def _cross_entropy(
     does not read targets, the loss of such a row is NaN.
     """
 
-    def check(comm: Communicator) -> tuple[str, int, tuple[Tensor, Array]]:
+    def check(comm: Communicator) -> tuple[str, int, tuple[Tensor, Array, int]]:
         tl = borrow(logits, "logits")
         numbers = borrow_integers(targets, "targets", tl)
         if tl.array.ndim < 2 or tl.array.shape[:-1] != numbers.shape:
@@ -204,11 +158,11 @@ def _cross_entropy(
             raise LayoutError(f"label_smoothing={label_smoothing!r} must be a number from 0 to 1")
         if integer(ignore_index) is None:
             raise LayoutError(f"ignore_index={ignore_index!r} must be an integer")
-        check_leaves(comm, tl.array.shape[-1], True)
+        leaves = check_leaves(comm, tl.array.shape[-1], True)
         text = f"{tl.dtype}, {_checksum('targets', numbers)}, {label_smoothing=}, {ignore_index=}"
-        return text, tl.array.shape[-1], (tl, numbers)
+        return text, tl.array.shape[-1], (tl, numbers, leaves)
 
-    group, (tl, numbers), parts = enter("vocab_parallel_cross_entropy", comm, check)
+    group, (tl, numbers, leaves), parts = enter("vocab_parallel_cross_entropy", comm, check)
     vocabulary, dtype = sum(parts), accumulator(tl.dtype)
     numbers = numbers.reshape(-1)
     kept = numbers != ignore_index
@@ -222,7 +176,6 @@ def _cross_entropy(
     local, ours = _ours(numbers, parts, group.rank)
     ours = ours & kept
     terms = zeros(group, (3, len(z)), dtype, z)
-    leaves = leaves_of(group)
     terms[0] = _sum_of_features(e, leaves)
     if z.shape[1]:
         terms[1] = np.where(ours, np.take_along_axis(z, local[:, None], 1)[:, 0], z.dtype.type(0))
@@ -234,8 +187,8 @@ def _cross_entropy(
     if place(z) is not None:
         losses = np.where(kept & ((numbers < 0) | (numbers >= vocabulary)), losses.dtype.type(np.nan), losses)
     shape = tl.array.shape[:-1]
-    of_row = e / total[:, None], local, ours
-    saved = CrossEntropy(tl, *of_row, label_smoothing, vocabulary, kept, group, shape)
+    of_row = {"probabilities": e / total[:, None], "local": local, "ours": ours, "kept": kept}
+    saved = Kept(tl, shape, dtype, **of_row, smoothing=label_smoothing, vocabulary=vocabulary, comm=group)
     return lent(losses.astype(dtype, copy=False).reshape(shape), tl, dtype), saved
 
 
@@ -246,7 +199,7 @@ def _sum_of_features(a: Array, leaves: int) -> Array:
     return ordered_product(a, filled((a.shape[1], 1), a.dtype, 1, a), a.dtype.name, leaves)[:, 0]
 
 
-def _cross_entropy_backward(saved: CrossEntropy, dlosses: Any) -> Gradients:
+def _cross_entropy_backward(saved: Kept, dlosses: Any) -> Gradients:
     given = enter_backward("vocab_parallel_cross_entropy", saved, dlosses)
     summed = arrived(start_sum(given, saved.dtype, over_losses(saved.comm))).reshape(-1, 1)
     d = saved.probabilities - saved.probabilities.dtype.type(saved.smoothing / max(saved.vocabulary, 1))
@@ -256,22 +209,20 @@ def _cross_entropy_backward(saved: CrossEntropy, dlosses: Any) -> Gradients:
         np.put_along_axis(d, at, np.where(saved.ours[:, None], chosen - d.dtype.type(1 - saved.smoothing), chosen), 1)
     d *= summed
     d = np.where(saved.kept[:, None], d, d.dtype.type(0))
-    return (give(d.reshape(saved.logits.array.shape), saved.logits),)
+    return (give(d.reshape(saved.x.array.shape), saved.x),)
 
 
 vocab_parallel_embedding = Differentiable(
-    _embedding,
+    _vocab_parallel_embedding,
     _embedding_backward,
     tensors=("table",),
     inputs=0,
     takes=("wire", "order"),
-    name="vocab_parallel_embedding",
 )
 vocab_parallel_cross_entropy = Differentiable(
-    _cross_entropy,
+    _vocab_parallel_cross_entropy,
     _cross_entropy_backward,
     tensors=("logits",),
     inputs=1,
     takes=("order",),
-    name="vocab_parallel_cross_entropy",
 )

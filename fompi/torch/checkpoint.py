@@ -110,7 +110,11 @@ def _check_all_known(module: torch.nn.Module, layouts: Mapping[str, tuple[Commun
 
     A parametrization, such as a weight norm, has computed it from the part of this rank.
     """
-    inside = [prefix for prefix, part in module.named_modules(remove_duplicate=False) if isinstance(part, Sharded)]
+    inside = [
+        prefix
+        for prefix, part in module.named_modules(remove_duplicate=False)
+        if isinstance(part, Sharded) and part.layouts
+    ]
     for name in module.state_dict():
         if name not in layouts and any(not prefix or name.startswith(f"{prefix}.") for prefix in inside):
             raise LayoutError(

@@ -18,7 +18,7 @@ from fompi.ops.arguments import SUMS
 from fompi.ops.messages import Transfer
 from fompi.ops.operation import Operation
 from fompi.ops.pending import Pending
-from fompi.parallel import turns
+from fompi.parallel import interleave
 from fompi.parallel.differentiable import Differentiable
 from fompi.runtime.executor import Executor
 from fompi.torch import private
@@ -46,7 +46,7 @@ HIDDEN: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (Communicator, ("agree", "barrier")),
     (Executor, ("__call__", "start", "wait")),
     (Adaptive, ("__call__", "start", "wait")),
-    (turns, ("run_in_turns",)),
+    (interleave, ("run_interleaved",)),
 )
 """What communicates, and a compiled function may call. torch.compile reads neither them nor what they
 call: a call is a graph break.

@@ -7,7 +7,8 @@ collectives that do not wait. torch itself waits for a gather where it reads the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -23,34 +24,34 @@ WITHOUT_DIVISION = (dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
 """torch divides the result of any other reduction after it."""
 
 
-class _Own:
-    """Memory for a collective."""
+class Unwaited:
+    """A collective of FSDP that does not wait, in memory of its own: `call` with the arguments of torch."""
+
+    def __init__(self, call: Callable[..., Any]):
+        self.call = call
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.call(*args, **options)
 
-class AllGather(_Own):
+
+def all_gather(output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
     """An all-gather that is waited for where torch copies the parameters out of its result."""
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        return private.ALL_GATHER(output_tensor, input_tensor, group=group, async_op=True)
+    return private.ALL_GATHER(output_tensor, input_tensor, group=group, async_op=True)
 
 
-class ReduceScatter(_Own):
+def reduce_scatter(
+    module: FSDPModule, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+) -> Any:
     """A reduce-scatter that is waited for at the end of the backward, if nothing reads its result before."""
-
-    def __init__(self, module: FSDPModule):
-        self.module = module
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        waits = not any(op == each for each in WITHOUT_DIVISION) or private.reads_gradients_at_once(
-            self.module, output_tensor.dtype
-        )
-        work = private.REDUCE_SCATTER(output_tensor, input_tensor, op, group=group, async_op=not waits)
-        if work is not None and not async_op:
-            private.at_end_of_backward(work.wait)
-        return work
+    is_divided = not any(op == each for each in WITHOUT_DIVISION)
+    waits = is_divided or private.reads_gradients_at_once(module, output_tensor.dtype)
+    work = private.REDUCE_SCATTER(output_tensor, input_tensor, op, group=group, async_op=not waits)
+    if work is not None and not async_op:
+        private.at_end_of_backward(work.wait)
+    return work
 
 
 def by_default(model: torch.nn.Module) -> None:
@@ -99,8 +100,8 @@ def overlap(model: torch.nn.Module, enabled: bool = True) -> torch.nn.Module:
     if not hasattr(FSDPModule, "set_custom_all_gather"):
         raise StateError(f"fompi.torch.overlap: torch {torch.__version__} has no FSDPModule.set_custom_all_gather")
     for module in modules:
-        module.set_custom_all_gather(AllGather())
-        module.set_custom_reduce_scatter(ReduceScatter(module))
+        module.set_custom_all_gather(Unwaited(all_gather))
+        module.set_custom_reduce_scatter(Unwaited(partial(reduce_scatter, module)))
     for module, after in pairwise(modules):
         module.set_modules_to_forward_prefetch([after])
     return model

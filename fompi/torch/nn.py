@@ -8,6 +8,10 @@ Each rank holds a part of each parameter, or all of it. The same seed gives the 
 and for linear layers and embeddings the same numbers as `torch.nn.Linear` and `torch.nn.Embedding`. `state_dict()` has
 the parts of this rank. `full_state_dict` and `load_full_state_dict` have the names and shapes of the unsharded model.
 
+Every module takes `comm`, and `device` and `dtype` as those of torch. Creating one is collective. Wrong arguments are a
+LayoutError, ShapeError, PlanError, DtypeError or TensorError. Other arguments or another random state than on other
+ranks are a MismatchError.
+
 Gradients are those of the sum of the losses of all ranks. A parameter of these modules that several ranks hold gets the
 sum over its holders.
 
@@ -31,12 +35,12 @@ import torch
 import torch.nn.functional as F
 from torch.nn import init
 
-from fompi.base.call_options import in_words
 from fompi.base.errors import LayoutError, PlanError, ShapeError
 from fompi.base.layout import offsets, split
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_reduce
 from fompi.parallel import expert, tensor
+from fompi.parallel.activations import check_activation
 from fompi.parallel.arrays import leaves_of, order_on, same_bits
 from fompi.parallel.attention import check_heads
 from fompi.parallel.choices import check_choice
@@ -45,8 +49,6 @@ from fompi.torch.checkpoint import clip_grad_norm_, full_state_dict, load_full_s
 from fompi.torch.sharded import (
     PartLayout,
     Sharded,
-    ShardedWeight,
-    check_activation,
     enter_module,
     fill_linear,
     runs_of,
@@ -81,9 +83,6 @@ class ColumnParallelLinear(Sharded):
     weight: (out_features of this rank, in_features), bias: (out_features of this rank,). The full ones are those of
     `torch.nn.Linear(in_features, out_features)`. activation: "none", "relu", "gelu", "silu", or "swiglu":
     silu(first half) * second half. Then y has out_features / 2, each rank a part of both halves.
-
-    Creating one is collective. Wrong arguments are a LayoutError, ShapeError, PlanError, DtypeError or TensorError.
-    Other arguments or another random state than on other ranks are a MismatchError.
     """
 
     def __init__(
@@ -95,36 +94,25 @@ class ColumnParallelLinear(Sharded):
         activation: str = "none",
         comm: Any = None,
         sequence_parallel: bool = True,
-        device: Any = None,
-        dtype: Any = None,
         **how: Any,
     ):
-        factory = {"device": device, "dtype": dtype}
         sizes = {"in_features": in_features, "out_features": out_features}
         options = {"bias": bool(bias), "activation": activation, "sequence_parallel": sequence_parallel}
 
         def check(_: Communicator) -> None:
-            check_activation(activation, out_features)
+            check_activation(activation, out_features, "w")
 
-        super().__init__(enter_module("ColumnParallelLinear", comm, factory, sizes, options, how, check))
+        super().__init__(*enter_module("ColumnParallelLinear", comm, sizes, options, how, check))
         self.in_features, self.out_features, self.activation = in_features, out_features, activation
         self.sequence_parallel = sequence_parallel
         halves = 2 if activation == "swiglu" else 1
         runs = runs_of(split(out_features // halves, self.comm.size), halves)
         full = PartLayout((out_features, in_features), 0, runs)
-        _draw_linear(self, full, PartLayout((out_features,), 0, runs), bias, factory)
+        _draw_linear(self, full, PartLayout((out_features,), 0, runs), bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         how = options_of(self, "activation", "comm", "sequence_parallel")
-        y: torch.Tensor = tensor.column_parallel_linear(x, self.weight.T, self.bias, **how)
-        return y
-
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features} ({self.on_rank(len(self.weight))}), "
-            f"bias={self.bias is not None}, activation={self.activation}, sequence_parallel={self.sequence_parallel}"
-            f"{in_words(self.comm.how)}"
-        )
+        return tensor.column_parallel_linear(x, self.weight.T, self.bias, **how)
 
 
 class RowParallelLinear(Sharded):
@@ -137,8 +125,6 @@ class RowParallelLinear(Sharded):
 
     weight: (out_features, in_features of this rank). bias: (out_features,), the same on all ranks; its gradient is
     summed over them. The full ones are those of `torch.nn.Linear(in_features, out_features)`.
-
-    Creating one is collective; the errors are those of `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -150,8 +136,6 @@ class RowParallelLinear(Sharded):
         comm: Any = None,
         sequence_parallel: bool = True,
         reduce: bool = True,
-        device: Any = None,
-        dtype: Any = None,
         **how: Any,
     ):
         def check(comm: Communicator) -> None:
@@ -162,29 +146,20 @@ class RowParallelLinear(Sharded):
                     f"order={order_on(comm)}: with reduce=False the product is that of torch, without leaves"
                 )
 
-        factory = {"device": device, "dtype": dtype}
         sizes = {"in_features": in_features, "out_features": out_features}
         options = {"bias": bool(bias), "sequence_parallel": sequence_parallel} | ({} if reduce else {"reduce": False})
-        super().__init__(enter_module("RowParallelLinear", comm, factory, sizes, options, how, check))
+        super().__init__(*enter_module("RowParallelLinear", comm, sizes, options, how, check))
         self.reduce = bool(reduce)
         self.in_features, self.out_features = in_features, out_features
         self.sequence_parallel = sequence_parallel
         runs = runs_of(split(in_features, self.comm.size))
-        _draw_linear(self, PartLayout((out_features, in_features), 1, runs), PartLayout((out_features,)), bias, factory)
+        _draw_linear(self, PartLayout((out_features, in_features), 1, runs), PartLayout((out_features,)), bias)
 
     def forward(self, x: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         if not self.reduce:
             return F.linear(x, self.weight)
         how = options_of(self, "comm", "sequence_parallel")
-        y: torch.Tensor = tensor.row_parallel_linear(x, self.weight.T, self.bias, counts=counts, **how)
-        return y
-
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features} ({self.on_rank(self.weight.shape[1])}), out_features={self.out_features}, "
-            f"bias={self.bias is not None}, sequence_parallel={self.sequence_parallel}"
-            f"{in_words(self.comm.how)}"
-        )
+        return tensor.row_parallel_linear(x, self.weight.T, self.bias, counts=counts, **how)
 
 
 def options_of(module: torch.nn.Module, *names: str) -> dict[str, Any]:
@@ -192,14 +167,12 @@ def options_of(module: torch.nn.Module, *names: str) -> dict[str, Any]:
     return {name: getattr(module, name) for name in names}
 
 
-def _draw_linear(
-    module: Sharded, weight: PartLayout, bias: PartLayout, has_bias: bool, factory: dict[str, Any]
-) -> None:
+def _draw_linear(module: Sharded, weight: PartLayout, bias: PartLayout, has_bias: bool) -> None:
     """weight and bias, drawn as `torch.nn.Linear` does."""
     bound = 1 / sqrt(weight.shape[1])
-    module.draw("weight", weight, fill_linear, factory)
+    module.draw("weight", weight, fill_linear)
     if has_bias:
-        module.draw("bias", bias, lambda full: init.uniform_(full, -bound, bound), factory)
+        module.draw("bias", bias, lambda full: init.uniform_(full, -bound, bound))
     else:
         module.register_parameter("bias", None)
 
@@ -259,17 +232,12 @@ class _Norm(Sharded):
     """A norm over the features of each row, with parameters that every rank holds."""
 
     def __init__(self, features: int, eps: float, names: Sequence[str], comm: Any, how: dict[str, Any]):
-        factory = {"device": how.pop("device"), "dtype": how.pop("dtype")}
         options = {"eps": eps, "parameters": [*names]}
-        super().__init__(enter_module(type(self).__name__, comm, factory, {"features": features}, options, how))
+        super().__init__(*enter_module(type(self).__name__, comm, {"features": features}, options, how))
         self.features, self.eps = features, eps
         self._order, self._leaves = order_on(self.comm), leaves_of(self.comm)
         for name in names:
-            self.draw(name, PartLayout((features,)), init.ones_ if name == "weight" else init.zeros_, factory)
-
-    def extra_repr(self) -> str:
-        words = f"features={self.features}, eps={self.eps}, {' and '.join(self.layouts)} on all {self.comm.size} ranks"
-        return words + in_words(self.comm.how)
+            self.draw(name, PartLayout((features,)), init.ones_ if name == "weight" else init.zeros_)
 
     def normed(self, x: torch.Tensor, norm: Callable[..., torch.Tensor]) -> torch.Tensor:
         """norm(x, the parameters), whose gradients are summed over the ranks; with leaves, leaf by leaf."""
@@ -293,8 +261,6 @@ class LayerNorm(_Norm):
     x and y: (rows of this rank, ..., features). weight and bias: (features,), the same on all ranks, as those of
     `torch.nn.LayerNorm(features)`; their gradients are summed over the ranks of `comm`. order=Canonical(k) has k leaves
     of the rows of all ranks, of as many rows each.
-
-    Creating one is collective; the errors are those of `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -304,11 +270,8 @@ class LayerNorm(_Norm):
         bias: bool = True,
         *,
         comm: Any = None,
-        device: Any = None,
-        dtype: Any = None,
         **how: Any,
     ):
-        how |= {"device": device, "dtype": dtype}
         super().__init__(features, eps, ("weight", "bias") if bias else ("weight",), comm, how)
         if not bias:
             self.register_parameter("bias", None)
@@ -329,11 +292,9 @@ class RMSNorm(_Norm):
         eps: float = 1e-6,
         *,
         comm: Any = None,
-        device: Any = None,
-        dtype: Any = None,
         **how: Any,
     ):
-        super().__init__(features, eps, ("weight",), comm, how | {"device": device, "dtype": dtype})
+        super().__init__(features, eps, ("weight",), comm, how)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.normed(x, lambda x, weight: F.rms_norm(x, (self.features,), weight, self.eps))
@@ -349,8 +310,6 @@ class AllReduceRMSNorm(_Norm):
     x: (rows, ..., features), the term of this rank. residual and r: the same rows on all ranks, or with `sharded` those
     of this rank, Shard(0). y: all rows. weight: (features,), the same on all ranks; its gradient is summed over them.
     `order` is that of the sum (`fompi.parallel.tensor.all_reduce_rmsnorm`).
-
-    Creating one is collective; the errors are those of `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -360,11 +319,9 @@ class AllReduceRMSNorm(_Norm):
         *,
         sharded: bool = False,
         comm: Any = None,
-        device: Any = None,
-        dtype: Any = None,
         **how: Any,
     ):
-        super().__init__(features, eps, ("weight",), comm, how | {"device": device, "dtype": dtype})
+        super().__init__(features, eps, ("weight",), comm, how)
         self.sharded = bool(sharded)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -376,7 +333,7 @@ class AllReduceRMSNorm(_Norm):
 # ----------------------------------------------------------------------------------------------------- attention
 
 
-class ParallelAttention(torch.nn.Module):
+class ParallelAttention(Sharded):
     """q, k, v = all_gather(x) @ wq.T, wk.T, wv.T; y = reduce_scatter(softmax(q @ k.T * scale) @ v @ wo.T)
 
     x and y: (rows of this rank, ..., embed_dim), the tokens in order, Shard(0); dimensions between are a batch. The
@@ -386,8 +343,6 @@ class ParallelAttention(torch.nn.Module):
     q_proj.weight: (heads * head_dim, embed_dim), k_proj.weight and v_proj.weight: (kv_heads * head_dim, embed_dim),
     o_proj.weight: (embed_dim, heads * head_dim), each without bias: of these a rank holds the rows or columns of its
     heads. head_dim is embed_dim / heads by default, kv_heads is heads.
-
-    Creating one is collective; the errors are those of `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -401,11 +356,8 @@ class ParallelAttention(torch.nn.Module):
         scale: float | None = None,
         query_split: bool = True,
         comm: Any = None,
-        device: Any = None,
-        dtype: Any = None,
         **how: Any,
     ):
-        super().__init__()
         keys = heads if kv_heads is None else kv_heads
 
         def check(_: Communicator) -> None:
@@ -413,15 +365,15 @@ class ParallelAttention(torch.nn.Module):
             if head_dim is None and embed_dim % heads:
                 raise LayoutError(f"embed_dim={embed_dim} is no multiple of heads={heads}: pass head_dim=")
 
-        factory = {"device": device, "dtype": dtype}
         sizes = {"embed_dim": embed_dim, "heads": heads, "kv_heads": keys}
         sizes |= {} if head_dim is None else {"head_dim": head_dim}
         options = {"causal": causal, "scale": scale, "query_split": query_split}
-        group = enter_module("ParallelAttention", comm, factory, sizes, options, how, check)
-        self.comm, self.embed_dim, self.heads, self.kv_heads = group, embed_dim, heads, keys
+        super().__init__(*enter_module("ParallelAttention", comm, sizes, options, how, check))
+        self.embed_dim, self.heads, self.kv_heads = embed_dim, heads, keys
         self.head_dim = d = embed_dim // heads if head_dim is None else head_dim
         self.causal, self.scale, self.query_split = causal, scale, query_split
-        held = [tensor.heads_of(rank, group.size, heads, keys) for rank in range(group.size)]
+        size = self.comm.size
+        held = [tensor.heads_of(rank, size, heads, keys) for rank in range(size)]
         q, kv = ([[range(part[i].start * d, part[i].stop * d)] for part in held] for i in (0, 1))
         layouts = {
             "q_proj": PartLayout((heads * d, embed_dim), 0, q),
@@ -430,21 +382,12 @@ class ParallelAttention(torch.nn.Module):
             "o_proj": PartLayout((embed_dim, heads * d), 1, q),
         }
         for name, layout in layouts.items():
-            self.add_module(name, ShardedWeight(group, factory, weight=layout))
+            self.add_module(name, self.weights(weight=layout))
 
     def forward(self, x: torch.Tensor, cu_seqlens: Any = None) -> torch.Tensor:
         weights = (getattr(self, f"{name}_proj").weight.T for name in "qkvo")
         how = options_of(self, "heads", "kv_heads", "comm", "causal", "scale", "query_split")
-        y: torch.Tensor = tensor.attention(x, *weights, cu_seqlens=cu_seqlens, **how)
-        return y
-
-    def extra_repr(self) -> str:
-        mine, keys = tensor.heads_of(self.comm.rank, self.comm.size, self.heads, self.kv_heads)
-        return (
-            f"embed_dim={self.embed_dim}, heads={self.heads}, kv_heads={self.kv_heads} ({len(mine)} and {len(keys)} on "
-            f"rank {self.comm.rank} of {self.comm.size}), head_dim={self.head_dim}, causal={self.causal}"
-            f"{in_words(self.comm.how)}"
-        )
+        return tensor.attention(x, *weights, cu_seqlens=cu_seqlens, **how)
 
 
 # ---------------------------------------------------------------------------------------------------- vocabulary
@@ -457,8 +400,6 @@ class VocabParallelEmbedding(Sharded):
     `counts` is the number of rows that each rank keeps, by default as even as possible. With `sequence_parallel=False`
     y has all rows. weight: (num_embeddings of this rank, embedding_dim): the rows of `torch.nn.Embedding`, dealt out as
     evenly as possible.
-
-    Creating one is collective; the errors are those of `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -468,36 +409,25 @@ class VocabParallelEmbedding(Sharded):
         *,
         comm: Any = None,
         sequence_parallel: bool = True,
-        device: Any = None,
-        dtype: Any = None,
         **how: Any,
     ):
         sizes = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
-        factory = {"device": device, "dtype": dtype}
         options = {"sequence_parallel": sequence_parallel}
-        super().__init__(enter_module("VocabParallelEmbedding", comm, factory, sizes, options, how))
+        super().__init__(*enter_module("VocabParallelEmbedding", comm, sizes, options, how))
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.sequence_parallel = sequence_parallel
         runs = runs_of(split(num_embeddings, self.comm.size))
-        self.draw("weight", PartLayout((num_embeddings, embedding_dim), 0, runs), init.normal_, factory)
+        self.draw("weight", PartLayout((num_embeddings, embedding_dim), 0, runs), init.normal_)
 
     def forward(self, tokens: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
         how = options_of(self, "comm", "sequence_parallel")
-        y: torch.Tensor = tensor.vocab_parallel_embedding(tokens, self.weight, counts=counts, **how)
-        return y
-
-    def extra_repr(self) -> str:
-        return (
-            f"num_embeddings={self.num_embeddings} ({self.on_rank(len(self.weight))}), "
-            f"embedding_dim={self.embedding_dim}, sequence_parallel={self.sequence_parallel}"
-            f"{in_words(self.comm.how)}"
-        )
+        return tensor.vocab_parallel_embedding(tokens, self.weight, counts=counts, **how)
 
 
 # ------------------------------------------------------------------------------------------------------- experts
 
 
-class MoE(torch.nn.Module):
+class MoE(Sharded):
     """y[i] = sum(weight[i, e] * experts.w2[e] @ activation(experts.w1[e] @ x[i]) for e in the k best experts of x[i])
 
     x and y: (rows of this rank, ..., features). The weights are the softmax of x @ router.weight.T over all experts,
@@ -511,8 +441,6 @@ class MoE(torch.nn.Module):
 
     After a forward, `tokens_per_expert` (a NumPy array) and `dropped` count the rows of all ranks: those that each
     expert has computed, and the choices that were dropped. Before it, they are None and 0.
-
-    Creating one is collective; the errors are those of `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -529,11 +457,8 @@ class MoE(torch.nn.Module):
         policy: str = "probs",
         microbatches: int = 1,
         comm: Any = None,
-        device: Any = None,
-        dtype: Any = None,
         **how: Any,
     ):
-        super().__init__()
         sizes = {"features": features, "ffn": ffn, "experts": experts, "k": k}
         sizes |= {} if shared is None else {"shared": shared}
 
@@ -541,31 +466,21 @@ class MoE(torch.nn.Module):
             check_activation(activation)
             check_choice(experts, k, capacity_factor, policy)
 
-        factory = {"device": device, "dtype": dtype}
-        self.options = {
-            "k": k,
-            "activation": activation,
-            "normalize": normalize,
-            "capacity_factor": capacity_factor,
-            "policy": policy,
-            "microbatches": microbatches,
-        }
-        self.comm = group = enter_module("MoE", comm, factory, sizes, self.options, how, check)
+        options = {"k": k, "activation": activation, "normalize": normalize}
+        options |= {"capacity_factor": capacity_factor, "policy": policy, "microbatches": microbatches}
+        super().__init__(*enter_module("MoE", comm, sizes, options, how, check))
+        self.options = options
         self.features, self.ffn, self.num_experts = features, ffn, experts
         self.tokens_per_expert, self.dropped = None, 0
         wide = 2 if activation == "swiglu" else 1
-        runs = runs_of(split(experts, group.size))
-        self.router = ShardedWeight(group, factory, weight=PartLayout((experts, features)))
-        self.experts = ShardedWeight(
-            group,
-            factory,
-            w1=PartLayout((experts, wide * ffn, features), 0, runs),
-            w2=PartLayout((experts, features, ffn), 0, runs),
-        )
-        self.shared: ShardedWeight | None = None
+        runs = runs_of(split(experts, self.comm.size))
+        self.router = self.weights(weight=PartLayout((experts, features)))
+        w1 = PartLayout((experts, wide * ffn, features), 0, runs)
+        self.experts = self.weights(w1=w1, w2=PartLayout((experts, features, ffn), 0, runs))
+        self.shared: Sharded | None = None
         if shared is not None:
-            both = {"w1": PartLayout((wide * shared, features)), "w2": PartLayout((features, shared))}
-            self.shared = ShardedWeight(group, factory, **both)
+            w1, w2 = PartLayout((wide * shared, features)), PartLayout((features, shared))
+            self.shared = self.weights(w1=w1, w2=w2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         w1, w2 = (w.transpose(1, 2) for w in (self.experts.w1, self.experts.w2))
@@ -577,11 +492,3 @@ class MoE(torch.nn.Module):
 
     def _note(self, saved: Any) -> None:
         self.tokens_per_expert, self.dropped = saved.tokens_per_expert, saved.dropped
-
-    def extra_repr(self) -> str:
-        here = len(self.experts.w1)
-        return (
-            f"features={self.features}, ffn={self.ffn}, experts={self.num_experts} ({here} on rank {self.comm.rank} of "
-            f"{self.comm.size}), k={self.options['k']}, activation={self.options['activation']}"
-            f"{in_words(self.comm.how)}"
-        )

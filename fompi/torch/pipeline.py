@@ -8,7 +8,7 @@ ys = pipe.forward(inputs)                     # an evaluation
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -45,12 +45,12 @@ class Pipeline(pipeline.Pipeline):
         loss: Callable[[torch.Tensor, Any], torch.Tensor],
         **options: Any,
     ):
-        def value_and_graph(y: torch.Tensor, target: Any) -> tuple[torch.Tensor, Loss]:
+        def value_and_graph(y: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
             with torch.set_grad_enabled(self._has_gradients):
                 value = _tensor(loss(y, target), "the loss")
             if value.numel() != 1:
                 raise ShapeError(f"the loss has the shape {tuple(value.shape)}: it must have one element")
-            return value.detach(), Loss(value)
+            return value.detach(), value
 
         self._has_gradients = True
         parameter = next((p for module in modules for p in getattr(module, "parameters", list)()), None)
@@ -79,14 +79,13 @@ class Pipeline(pipeline.Pipeline):
         return self._by_number.get(0)
 
     @property
+    def last(self) -> Stage | None:
+        """The last stage, if this rank has it."""
+        return self._by_number.get(self.problem.stages - 1)
+
+    @property
     def _mode(self) -> str:  # type: ignore[override]
         return "" if self._has_gradients else " without gradients"
-
-
-class Loss(NamedTuple):
-    """The loss of a micro-batch, with its graph."""
-
-    value: torch.Tensor
 
 
 class Stage:
@@ -108,15 +107,15 @@ class Stage:
         with torch.no_grad():
             return self._of_module(x)
 
-    def backward(self, saved: tuple[torch.Tensor, torch.Tensor], dy: torch.Tensor | Loss) -> torch.Tensor | None:
+    def backward(self, saved: tuple[torch.Tensor, torch.Tensor], dy: torch.Tensor) -> torch.Tensor | None:
         """The gradient of x, None for an input that requires none. Those of the parameters are added to p.grad.
 
         Behind the last stage dy is the loss: it may depend on more than y, and need not depend on y.
         """
         x, y = saved
-        roots = [dy.value] if isinstance(dy, Loss) else [y]
-        if roots[0].requires_grad:
-            torch.autograd.backward(roots, None if isinstance(dy, Loss) else [dy])
+        root, gradient = (dy, None) if self is self.pipe.last else (y, dy)
+        if root.requires_grad:
+            torch.autograd.backward(root, gradient)
         return torch.zeros_like(x) if x.grad is None and x.requires_grad else x.grad
 
     def _of_module(self, x: torch.Tensor) -> torch.Tensor:

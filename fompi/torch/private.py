@@ -191,8 +191,7 @@ def missing() -> list[str]:
 
 
 def _handlers() -> dict[str, Callable[..., Any]]:
-    handlers: dict[str, Callable[..., Any]] = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
-    return handlers
+    return sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
 
 
 def extend_env_method(meet: Callable[..., Any]) -> None:
@@ -241,8 +240,7 @@ def prepared_output(style: Any, module: Any, y: Any, mesh: Any) -> Any:
 
 def prepare_argument(style: Any) -> Callable[..., Any]:
     """The method of a PrepareModuleInput that prepares one input: (input, mesh, layout, desired layout) -> input."""
-    method: Callable[..., Any] = style._prepare_input_arg
-    return method
+    return style._prepare_input_arg
 
 
 def replace_argument(style: Any, method: Callable[..., Any]) -> None:

@@ -46,7 +46,7 @@ from fompi.mpi.link import of_members
 from fompi.ops import messages, operations
 from fompi.ops.arguments import SUMS
 from fompi.ops.front import REFUSED, Door, known_call, place_of
-from fompi.ops.message_forms import PlainForm, PlainMemory
+from fompi.ops.message_forms import PlainMemory, said_of
 from fompi.tensors import dlpack
 from fompi.torch import private, streams
 from fompi.torch.memory import copy_parts, flat, is_place_for, joined, place_for, rows
@@ -182,7 +182,7 @@ class Collectives:
         self.order = "any"  # of sums (`fompi.torch.ordered`)
         self._parts: list[Work] | None = None  # the calls since `_start_coalescing`
         self._ones = torch.ones(1, dtype=torch.int32)  # what barriers send
-        self._door, self._forms = Door(), dict[Hashable, PlainForm]()
+        self._door, self._forms = Door(), dict[Hashable, tuple[str, bytes, int]]()
         self._reports: dict[int, Any] = {}  # receives of `monitored_barrier` that are still in flight
         self.set_timeout(timeout)
 
@@ -514,10 +514,10 @@ class Collectives:
         if known is None:
             while len(self._forms) >= MOST_FORMS:
                 self._forms.clear()
-            known = self._forms[form] = PlainForm.of(dlpack.borrow(flat(t)))
+            known = self._forms[form] = said_of(dlpack.borrow(flat(t)))
         what = f"{'send to' if sends else 'recv from'} rank {peer}"
         try:
-            plain = PlainMemory(known, address, t, lambda: dlpack.borrow(flat(t)))
+            plain = PlainMemory(*known, address, t, lambda: dlpack.borrow(flat(t)))
             transfer = messages.Transfer.in_c(self.comm, sends, peer, self._tag(tag), plain)
         except Exception as error:
             raise in_words_of_torch(error, what) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import sqrt
@@ -13,12 +13,11 @@ from torch.nn import init
 
 from fompi.base.call_options import OF_COMMUNICATOR, in_words
 from fompi.base.differences import detail
-from fompi.base.errors import DtypeError, LayoutError, PlanError, ShapeError, TensorError, quoted
+from fompi.base.errors import DtypeError, LayoutError, TensorError
 from fompi.base.layout import integer, offsets
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import digest
 from fompi.ops.operations import all_gather
-from fompi.parallel.activations import ACTIVATIONS
 from fompi.parallel.arrays import FLOATS, carrying, enter
 
 
@@ -80,24 +79,40 @@ def runs_of(counts: Sequence[int], copies: int = 1) -> list[list[range]]:
 
 
 class Sharded(torch.nn.Module):
-    """A module that holds parts of parameters: `layouts[name]` says which."""
+    """A module that holds parts of parameters: `layouts[name]` says which.
 
-    def __init__(self, comm: Communicator):
+    `factory` are the device and the dtype of its parameters. It prints its `arguments` and its parts.
+    """
+
+    def __init__(self, comm: Communicator, factory: dict[str, Any], arguments: Mapping[str, Any] | None = None):
         super().__init__()
-        self.comm = comm
+        self.comm, self.factory, self.arguments = comm, factory, dict(arguments or {})
         self.layouts: dict[str, PartLayout] = {}
 
-    def draw(self, name: str, layout: PartLayout, fill: Callable[[torch.Tensor], Any], factory: dict[str, Any]) -> None:
+    def weights(self, **layouts: PartLayout) -> Sharded:
+        """A module for linear layers without bias: `weight`, or several names."""
+        made = Sharded(self.comm, self.factory)
+        for name, layout in layouts.items():
+            made.draw(name, layout, fill_linear)
+        return made
+
+    def draw(self, name: str, layout: PartLayout, fill: Callable[[torch.Tensor], Any]) -> None:
         """Draw the full parameter, and keep the part of this rank. All ranks draw the same numbers."""
-        full = torch.empty(layout.shape, **factory)
+        full = torch.empty(layout.shape, **self.factory)
         if not full.is_meta:
             with torch.no_grad():
                 fill(full)
         self.layouts[name] = layout
         self.register_parameter(name, torch.nn.Parameter(layout.shard(full, self.comm.rank)))
 
-    def on_rank(self, n: int) -> str:
-        return f"{n} on rank {self.comm.rank} of {self.comm.size}"
+    def extra_repr(self) -> str:
+        words = [f"{name}={value}" for name, value in self.arguments.items()]
+        for name, layout in self.layouts.items():
+            here = layout.shape_on(self.comm.rank)
+            words.append(f"{name}: {here}" + (f" of {layout.shape}" if layout.dim is not None else ""))
+        if self.arguments:
+            words.append(f"rank {self.comm.rank} of {self.comm.size}{in_words(self.comm.how)}")
+        return ", ".join(words)
 
 
 def fill_linear(weight: torch.Tensor) -> None:
@@ -106,63 +121,42 @@ def fill_linear(weight: torch.Tensor) -> None:
         init.kaiming_uniform_(w, a=sqrt(5))
 
 
-class ShardedWeight(Sharded):
-    """Linear layers without bias: `weight`, or several names. Programs do not make one: it holds a part of a module."""
-
-    def __init__(self, comm: Communicator, factory: dict[str, Any], **layouts: PartLayout):
-        super().__init__(comm)
-        for name, layout in layouts.items():
-            self.draw(name, layout, fill_linear, factory)
-
-    def extra_repr(self) -> str:
-        return ", ".join(
-            f"{name}: {layout.shape}" + (f", {layout.shape_on(self.comm.rank)} here" if layout.dim is not None else "")
-            for name, layout in self.layouts.items()
-        )
+FACTORY = ("device", "dtype")
+"""The keywords of every module of torch."""
 
 
 def enter_module(
     name: str,
     comm: Any,
-    factory: dict[str, Any],
     sizes: dict[str, Any],
     options: dict[str, Any],
     how: dict[str, Any],
     check: Callable[[Communicator], None] = lambda comm: None,
-) -> Communicator:
+) -> tuple[Communicator, dict[str, Any], dict[str, Any]]:
     """All ranks make the module `name` with the same arguments and the same random numbers, or all raise.
 
-    `how` are the keywords of its calls, which the communicator carries from then on. `check` looks at that.
+    `how` are the device and the dtype, and the keywords of its calls, which the communicator carries from then on.
+    `check` looks at that. Returns what `Sharded` takes.
     """
+    factory = {key: how.pop(key, None) for key in FACTORY}
+    arguments = sizes | options
 
     def agreed(comm: Communicator) -> tuple[str, int, Communicator]:
         for key, n in sizes.items():
-            if not is_positive(n):
+            if (integer(n) or 0) < 1:
                 raise LayoutError(f"{key}={n!r} must be an integer > 0")
         empty = torch.empty(0, **factory)
         if (dtype := str(empty.dtype).removeprefix("torch.")) not in FLOATS:
             raise DtypeError(f"dtype={empty.dtype} must be one of {', '.join(FLOATS)}")
         if empty.device.type not in ("cpu", "cuda", "meta"):
             raise TensorError(f"device={empty.device} must be the CPU or a GPU of CUDA")
-        carrier = carrying(name, comm, how, [dtype], [*sizes, *options, *OF_COMMUNICATOR])
+        carrier = carrying(name, comm, how, [dtype], [*arguments, *FACTORY, *OF_COMMUNICATOR])
         check(carrier)
-        words = ", ".join(f"{key}={value!r}" for key, value in (sizes | options).items()) + in_words(carrier.how)
+        words = ", ".join(f"{key}={value!r}" for key, value in arguments.items()) + in_words(carrier.how)
         if empty.device.type != "meta":
             numbers = torch.get_rng_state() if empty.device.type == "cpu" else torch.cuda.get_rng_state(empty.device)
             state = digest(numbers.numpy().tobytes().hex())
             words += detail("the random state of torch (call torch.manual_seed alike on all ranks)", "", state)
         return f"{words}, {dtype}", 0, carrier
 
-    group: Communicator = enter(name, comm, agreed)[1]
-    return group
-
-
-def is_positive(n: Any) -> bool:
-    return integer(n) is not None and n > 0
-
-
-def check_activation(activation: str, features: int | None = None) -> None:
-    if activation not in ACTIVATIONS:
-        raise PlanError(f"activation={quoted(activation, ACTIVATIONS)} must be one of {', '.join(ACTIVATIONS)}")
-    if features is not None and activation == "swiglu" and features % 2:
-        raise ShapeError(f"swiglu halves the features: out_features={features} is odd")
+    return enter(name, comm, agreed)[1], factory, arguments

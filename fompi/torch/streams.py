@@ -72,8 +72,7 @@ class OnGpu(Order):
         return _SIDES[key]
 
     def inside(self) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = self._cuda.stream(self._side())
-        return context
+        return self._cuda.stream(self._side())
 
     @contextmanager
     def writing(self) -> Iterator[list[Any]]:

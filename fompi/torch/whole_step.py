@@ -15,7 +15,7 @@ import torch
 
 from fompi.base.errors import TensorError
 from fompi.parallel import step
-from fompi.parallel.step_layers import Gradients
+from fompi.parallel.step import Gradients
 
 DTYPES = (torch.float16, torch.float32, torch.float64)
 
@@ -26,7 +26,7 @@ class TrainingStep(step.TrainingStep):
     """losses = loss of all modules; parameters -= the update of the sum of their gradients over all micro-batches
 
     `make(l)` is module l on this rank of tp, without communication: `module(x)` is its term of y = x + sum over tp with
-    `module.residual`, or of the sum alone. `module.kind` says what else it is (`fompi.parallel.step_layers`), and
+    `module.residual`, or of the sum alone. `module.kind` says what else it is (`fompi.parallel.step`), and
     `module.stay = True` that its parameters stay gathered:
 
     - "attention": `qkv(x)`, `attention(list of these, of all rows in order)` and `output(o)`, all of tensors.
@@ -44,7 +44,7 @@ class TrainingStep(step.TrainingStep):
 
         def layer(number: int) -> Any:
             module = self.modules[number] = make(number)
-            return _OF_KIND.get(getattr(module, "kind", "rows"), RowsOfModule)(module)
+            return LayerOfModule(module)
 
         super().__init__(layer, loss=None if loss is None else _loss(loss), **options)
 
@@ -86,8 +86,8 @@ def _loss(loss: Callable[[torch.Tensor, Any], torch.Tensor]) -> Callable[[Any, A
     return value_and_gradient
 
 
-class _OfModule:
-    """A module as a layer. Its parameters become views of what the step has gathered."""
+class LayerOfModule:
+    """A module as a layer of any kind. Its parameters become views of what the step has gathered."""
 
     def __init__(self, module: torch.nn.Module):
         self.module, self.tensors = module, [*module.parameters()]
@@ -107,7 +107,8 @@ class _OfModule:
         first, *rest = inputs
         with torch.enable_grad():
             y = function(first, *rest)
-        leaves = [first] if isinstance(first, torch.Tensor) and first.requires_grad else []
+        is_leaf = isinstance(first, torch.Tensor) and first.requires_grad and self.kind != "embedding"
+        leaves = [first] if is_leaf else []
         return y, Recorded(leaves, [y])
 
     def gradients(self, weights: Arrays, recorded: Recorded, *given: Any) -> tuple[Any, Gradients]:
@@ -116,16 +117,17 @@ class _OfModule:
         count = len(recorded.leaves)
         return found[0] if count else None, found[count:]
 
-
-class RowsOfModule(_OfModule):
     def forward(self, weights: Arrays, x: Any) -> tuple[Any, Recorded]:
-        y, recorded = self.call(self.module, weights, _leaf(x))
+        y, recorded = self.call(self.module, weights, x if self.kind == "embedding" else _leaf(x))
         return y.detach().numpy(), recorded
 
-    backward = _OfModule.gradients
+    def backward(self, weights: Arrays, saved: Any, *dy: Any) -> Any:
+        """Of a head, autograd has had all gradients at once: those of the parameters have waited as they are."""
+        if self.kind == "head":
+            return saved
+        dx, gradients = self.gradients(weights, saved, *dy)
+        return gradients if self.kind == "embedding" else (dx, gradients)
 
-
-class AttentionOfModule(_OfModule):
     def qkv(self, weights: Arrays, x: Any) -> tuple[torch.Tensor, Recorded]:
         return self.call(self.module.qkv, weights, _leaf(x))
 
@@ -142,27 +144,9 @@ class AttentionOfModule(_OfModule):
     def attention_backward(self, saved: Recorded, do: Arrays) -> Sequence[torch.Tensor]:
         return _pull(saved, do)
 
-    output_backward = qkv_backward = _OfModule.gradients
+    output_backward = qkv_backward = gradients
 
-
-class EmbeddingOfModule(_OfModule):
-    def forward(self, weights: Arrays, inputs: Any) -> tuple[Any, Recorded]:
-        y, recorded = self.call(self.module, weights, inputs)
-        return y.detach().numpy(), recorded._replace(leaves=[])
-
-    def backward(self, weights: Arrays, saved: Recorded, dx: Any) -> Gradients:
-        return self.gradients(weights, saved, dx)[1]
-
-
-class HeadOfModule(_OfModule):
     def loss(self, weights: Arrays, y: Any, targets: Any) -> tuple[Any, Any, Gradients]:
-        """autograd has all gradients at once, so those of the parameters wait as they are."""
         value, recorded = self.call(self.module, weights, _leaf(y), targets)
         dy, gradients = self.gradients(weights, recorded, torch.ones_like(value))
         return value.item(), dy, gradients
-
-    def backward(self, weights: Arrays, saved: Gradients) -> Gradients:
-        return saved
-
-
-_OF_KIND = {"attention": AttentionOfModule, "embedding": EmbeddingOfModule, "head": HeadOfModule}

@@ -600,11 +600,11 @@ print("done")
 
 @pytest.mark.one_mpi
 def test_an_interrupt_ends_the_functions_of_interleave_on_all_ranks(mpirun):
-    """It comes while function 0 waits for its turn, and function 1 waits for the other rank."""
+    """It comes while function 0 waits until it may run, and function 1 waits for the other rank."""
     code = """
 import os, signal, threading, time
 import numpy as np, fompi
-from fompi.parallel.turns import give_way
+from fompi.parallel.interleave import give_way
 comm = fompi.Communicator()
 if comm.rank == 0:
     threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()

@@ -92,7 +92,7 @@ def test_gradients_are_finite_differences(tiles, rule, reads):
     q, k, v, q_at, k_at = case(reads)
     o, lse = attend(q, k, v, reads, q_at, k_at, rule)
     do = drawn(o.shape, seed=1)
-    gradients = attend_backward(q, k, v, o, lse, do, reads, q_at, k_at, rule)
+    gradients = attend_backward((q, k, v), (o, lse, do), reads, q_at, k_at, rule)
     for i, (x, gradient) in enumerate(zip((q, k, v), gradients, strict=True)):
         assert gradient.shape == x.shape
         for place in list(np.ndindex(x.shape))[i::13]:
@@ -110,9 +110,9 @@ def test_gradients_of_sets_of_keys_add_up(tiles, rule):
     q, k, v, q_at, k_at = case(reads)
     o, lse = attend(q, k, v, reads, q_at, k_at, rule)
     do = drawn(o.shape, seed=1)
-    whole = attend_backward(q, k, v, o, lse, do, reads, q_at, k_at, rule)
+    whole = attend_backward((q, k, v), (o, lse, do), reads, q_at, k_at, rule)
     parts = [
-        attend_backward(q, k[part], v[part], o, lse, do, reads, q_at, k_at[part], rule)
+        attend_backward((q, k[part], v[part]), (o, lse, do), reads, q_at, k_at[part], rule)
         for part in (slice(0, 5), slice(5, 17))
     ]
     assert np.allclose(whole[0], parts[0][0] + parts[1][0], atol=1e-13)
@@ -124,7 +124,7 @@ def test_no_queries_and_no_keys():
     empty, at = np.zeros((0, 2, 3)), np.arange(0)
     o, lse = attend(empty, empty, empty, (0, 1), at, at, Rule(causal=True))
     assert (o.shape, lse.shape) == ((0, 2, 3), (0, 2))
-    assert [g.shape for g in attend_backward(empty, empty, empty, o, lse, o, (0, 1), at, at, Rule())] == [(0, 2, 3)] * 3
+    assert [g.shape for g in attend_backward((empty,) * 3, (o, lse, o), (0, 1), at, at, Rule())] == [(0, 2, 3)] * 3
 
 
 @pytest.mark.parametrize("wrong", [(1, 5), (0, 4), (0, 3, 2, 5), (5,), (), 7, ("a", "b")])

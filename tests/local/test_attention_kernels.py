@@ -60,7 +60,7 @@ def compare(rule, kernel, like, dtype, reads, within, e=3):
         np.testing.assert_allclose(got[0], o, atol=within)
         np.testing.assert_allclose(got[1], lse, atol=within)
         do = drawn(*o.shape, seed=3).astype(dtype)
-        wanted = attend_backward(*wide, o, lse, do.astype("float64"), reads, *at, rule)
+        wanted = attend_backward(wide, (o, lse, do.astype("float64")), reads, *at, rule)
         results = o.astype(dtype), lse.astype(got[1].dtype), do
         for mine, theirs in zip(local.backward(tuple(storage), results, reads, *at), wanted, strict=True):
             np.testing.assert_allclose(mine, theirs, atol=10 * within)

@@ -37,7 +37,7 @@ CALLS = [
     (activate_backward, (a(3, 4), a(3, 2), "swiglu")),
     (attend, (Q, K, V, READS, AT, AT, RULES[0])),
     (attend, (Q[:0], K, V, READS, AT[:0], AT, RULES[1])),
-    (attend_backward, (Q, K, V, a(6, 4, 5), LSE, a(6, 4, 5), READS, AT, AT, RULES[1])),
+    (attend_backward, ((Q, K, V), (a(6, 4, 5), LSE, a(6, 4, 5)), READS, AT, AT, RULES[1])),
     (merge, (a(6, 4, 5), LSE.copy(), a(6, 4, 5), LSE)),
     (grouped, (a(5, 3), [2, 0, 3], a(3, 3, 4))),
     (grouped_gradient, (a(5, 3), [2, 3], a(5, 4), a(2, 3, 4))),

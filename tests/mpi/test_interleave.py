@@ -1,4 +1,4 @@
-"""`fompi.interleave`: functions in turns have the results of one after the other, and run where they may."""
+"""`fompi.interleave`: functions that alternate have the results of one after the other, and run where they may."""
 
 import functools
 import itertools
@@ -22,11 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fompi
 from fompi.base.layout import split
+from fompi.parallel.actions import parts
 from fompi.parallel.expert import moe
-from fompi.parallel.orders import parts
-from fompi.parallel.pipeline import Pipeline, order
+from fompi.parallel.interleave import MOST, give_way
+from fompi.parallel.pipeline import Pipeline, actions
 from fompi.parallel.tensor import column_parallel_linear, row_parallel_linear
-from fompi.parallel.turns import MOST, give_way
 from fompi.torch import nn
 
 pytestmark = pytest.mark.ranks(mpich=[3, 4], openmpi=[])
@@ -106,7 +106,7 @@ def test_calls_have_one_order_on_all_ranks(world):
 def test_wrong_functions():
     with pytest.raises(fompi.ArgumentError, match="3 is no function"):
         fompi.interleave(lambda: 1, 3)
-    with pytest.raises(fompi.ArgumentError, match="at most 32 run in turns"):
+    with pytest.raises(fompi.ArgumentError, match="at most 32 alternate"):
         fompi.interleave(*[lambda: 1] * (MOST + 1))
 
 
@@ -368,5 +368,5 @@ def test_experts_across_micro_batches_of_a_pipeline(world, schedule, chunks):
 
 def whole_backwards(ranks, microbatches):
     """DualPipeV with pairs, where autograd makes both parts of a backward at once."""
-    steps = order("dualpipev", ranks, microbatches, 2, overlap_f_b=True)
+    steps = actions("dualpipev", ranks, microbatches, 2, overlap_f_b=True)
     return [[str(step).replace("I", "B") for step in each if parts([step])[0].kind != "W"] for each in steps]

@@ -15,8 +15,8 @@ import fompi
 from fompi.backends.emulated import Emulated
 from fompi.base.errors import DtypeError, MismatchError, PeerError, PlanError, ShapeError, StateError, TensorError
 from fompi.model.pipeline import placement_of, stages_of
-from fompi.parallel.orders import parts
-from fompi.parallel.pipeline import SCHEDULES, Pipeline, order, plan
+from fompi.parallel.actions import parts
+from fompi.parallel.pipeline import SCHEDULES, Pipeline, actions, plan
 
 pytestmark = pytest.mark.ranks(mpich=[2, 3, 4], openmpi=[])
 
@@ -160,7 +160,7 @@ def test_a_forward_and_a_backward_side_by_side(world, schedule, chunks):
     stages, *_, trace = run(world, schedule, 9, chunks, steps=1, overlap_f_b=True)
     assert any(event.name.startswith("forward_backward<") for event in trace.events)
     held, *_ = where(world, schedule, chunks)
-    steps = parts(order(schedule, world.size, 9, chunks, overlap_f_b=True)[world.rank])
+    steps = parts(actions(schedule, world.size, 9, chunks, overlap_f_b=True)[world.rank])
     called = {"B": "IW"}  # B of such a stage has two parts
     assert "".join(stages[0].calls) == "".join(called.get(a.kind, a.kind) for a in steps if a.stage == held[0])
 
@@ -211,7 +211,7 @@ def test_smaller_messages(world, schedule, chunks):
 
 def test_a_stage_works_in_the_order(world):
     stages, *_ = run(world, "zb-h2", 5, steps=1)
-    assert stages[0].calls == [action.kind for action in order("zb-h2", world.size, 5)[world.rank]]
+    assert stages[0].calls == [action.kind for action in actions("zb-h2", world.size, 5)[world.rank]]
 
 
 def test_an_order_of_the_user(world):
@@ -503,7 +503,7 @@ def test_an_argument_that_only_one_rank_refuses(world):
     with pytest.raises(PlanError if world.rank == 0 else MismatchError, match="no method backward"):
         pipe_of(world, Poor if world.rank == 0 else Linear)
     for wrong in ({"seconds": {"F": "x"}}, {"seconds": 3}, {"backend": 3}, {"schedule": 5}):
-        with pytest.raises(PlanError if world.rank == 0 else MismatchError, match=f"{next(iter(wrong))}|order"):
+        with pytest.raises(PlanError if world.rank == 0 else MismatchError, match=f"{next(iter(wrong))}|action"):
             pipe_of(world, Linear, **(wrong if world.rank == 0 else {}))
 
 
@@ -513,7 +513,7 @@ def test_ranks_that_differ(world):
             pipe_of(world, Linear, microbatches=4 + (world.rank == 1))
         with pytest.raises(MismatchError):
             pipe_of(world, Linear, schedule="gpipe" if world.rank else "1f1b")
-        orders = [order(name, world.size, 4) for name in ("gpipe", "1f1b")]
+        orders = [actions(name, world.size, 4) for name in ("gpipe", "1f1b")]
         with pytest.raises(MismatchError, match="0F0 0F1 0F2 0F3 0B0"):
             pipe_of(world, Linear, schedule=orders[world.rank > 0])
 

@@ -9,8 +9,8 @@ import torch
 
 import fompi
 from fompi.base.layout import offsets, split
+from fompi.parallel.actions import actions
 from fompi.parallel.data import SGD, AdamW
-from fompi.parallel.orders import order
 from fompi.parallel.step import TrainingStep
 
 pytestmark = pytest.mark.ranks(mpich=[3, 4], openmpi=[])
@@ -85,7 +85,7 @@ def steps(world, mesh, schedule, optimizer, count=3):
     """Steps of a mesh beside those of one process."""
     dp, tp, pp = axes = [mesh.get(name, 1) for name in ("dp", "tp", "pp")]
     chunks, layers = 2 if schedule == "interleaved" else 1, 2 * pp + 1
-    listed = order("eager-1f1b", pp, 4, overlap_f_b=True) if schedule == "pairs" else schedule
+    listed = actions("eager-1f1b", pp, 4, overlap_f_b=True) if schedule == "pairs" else schedule
     random = np.random.default_rng([*axes, 1])
     model = [
         [

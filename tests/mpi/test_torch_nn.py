@@ -344,8 +344,9 @@ def test_the_counts_of_experts(world):
 
 def test_the_text_of_a_module_has_both_sizes(world):
     _, parts = made(world)
-    text, here = str(parts), len(parts.mlp[0].weight)
-    assert f"out_features=10 ({here} on rank {world.rank} of {world.size})" in text
+    text, weight = str(parts), parts.mlp[0].weight
+    assert f"weight: {tuple(weight.shape)} of (10, {weight.shape[1]})" in text
+    assert f"rank {world.rank} of {world.size}" in text and "out_features=10" in text
     assert "heads=3, kv_heads=1" in text and "num_embeddings=11" in text and "experts=5" in text
 
 

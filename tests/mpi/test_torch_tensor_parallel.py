@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -494,7 +495,7 @@ def test_a_module_without_a_backward_waits(mesh, size):
     private.at_end_of_backward(lambda: called.append(1))
     assert called == [1]
     net = fully_shard(nn.Linear(2, 2), mesh=mesh)
-    comm = fully_sharded.ReduceScatter(net)
+    comm = fully_sharded.Unwaited(partial(fully_sharded.reduce_scatter, net))
     x, y = torch.ones(2 * size), torch.zeros(2)
     comm(y, x, dist.group.WORLD, dist.ReduceOp.AVG)
     assert torch.equal(y, torch.ones(2))

@@ -13,7 +13,7 @@ import fompi
 from fompi.base.errors import DtypeError, LayoutError
 from fompi.model import pipeline
 from fompi.model.machine import Level, Machine
-from fompi.parallel import orders
+from fompi.parallel import actions
 from fompi.parallel.pipeline_plan import plan
 from fompi.planner.axis import Axis
 from fompi.planner.layers import DTYPE, MODELS, Transformer, _predicted, _spec
@@ -204,7 +204,7 @@ def test_alive_is_what_the_orders_have():
         for p, m in ((2, 4), (3, 6), (4, 8), (4, 12)):
             v = 1 if pipeline.has_chunks(name, 1) and name != "interleaved" else 2
             if pipeline.has_formula(name, p, m):
-                found = [orders.alive(actions) for actions in orders.order(name, p, m, v)]
+                found = [actions.alive(mine) for mine in actions.actions(name, p, m, v)]
                 assert found == [pipeline.alive(name, p, m, r, v) for r in range(p)]
 
 

@@ -15,7 +15,7 @@ from fompi.backends.numpy import Numpy
 from fompi.base.errors import DtypeError, PlanError, ShapeError
 from fompi.base.wires import WIRES
 from fompi.model.pipeline import placement_of, predicted
-from fompi.parallel.orders import SCHEDULES, alive, order, times
+from fompi.parallel.actions import SCHEDULES, actions, alive, times
 from fompi.parallel.pipeline_plan import KERNELS, evaluation, plan
 from fompi.parallel.stages import SPARE
 from fompi.plans.plan import Chunk, Compute, Send, UserKernel, parse, programs_from_json
@@ -48,7 +48,7 @@ def test_pairs_of_a_forward_and_a_backward_are_right(schedule):
     for p in (1, 2, 3, 4):
         for m in (1, 2, 5, 9):
             for chunks in chunks_of(schedule):
-                listed = order(schedule, p, m, chunks, overlap_f_b=True)
+                listed = actions(schedule, p, m, chunks, overlap_f_b=True)
                 found = made(listed, p, m, chunks, seconds={"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0})
                 fompi.verify(found)
                 seconds = fompi.simulate(found, fompi.Machine.load("gigabit")).seconds
@@ -56,7 +56,7 @@ def test_pairs_of_a_forward_and_a_backward_are_right(schedule):
 
 
 def test_a_pair_whose_calls_are_mixed_up_is_refused():
-    found = made(order("eager-1f1b", 2, 3, overlap_f_b=True), 2, 3)
+    found = made(actions("eager-1f1b", 2, 3, overlap_f_b=True), 2, 3)
     ops = found.programs[1].ops
     at = next(i for i, op in enumerate(ops) if isinstance(op, Compute) and op.kernel == "forward_backward")
     *args, reads, writes = ops[at].args
@@ -88,11 +88,11 @@ def test_random_orders_are_right():
     random, count = Random(2), 0
     while count < 60:
         p, m = random.randint(1, 4), random.randint(1, 5)
-        listed = order(random.choice(["gpipe", "zb-h1", "1f1b"]), p, m)
-        for actions in listed:
+        listed = actions(random.choice(["gpipe", "zb-h1", "1f1b"]), p, m)
+        for mine in listed:
             for _ in range(4):
-                i = random.randrange(len(actions))
-                actions.insert(random.randrange(len(actions)), actions.pop(i))
+                i = random.randrange(len(mine))
+                mine.insert(random.randrange(len(mine)), mine.pop(i))
         try:
             times(listed)
         except PlanError:
@@ -110,7 +110,7 @@ def test_a_pipeline_in_words():
     assert columns[0] == ["rank 0", "rank 1"]
     assert columns[1] == ["forward<0, 0>() -> a1_0[0], s0_0[0]", "a1_0[0]<0"]
     assert columns[2][0] == "a1_0[0]>1"
-    assert str(made([["0F0", "0B0"]], 1, 1)).startswith("pipeline(float64, 1 stages, 1 micro-batches) by own order")
+    assert str(made([["0F0", "0B0"]], 1, 1)).startswith("pipeline(float64, 1 stages, 1 micro-batches) by own actions")
 
 
 def test_text_and_json_give_the_plan_back():
@@ -121,14 +121,14 @@ def test_text_and_json_give_the_plan_back():
     assert fields.pop("programs") == tuple(wanted.programs)
     assert all(getattr(wanted, name) == value for name, value in fields.items())
     assert fields["kernels"][2] == UserKernel("backward_weight", (1.0, 2.0, 3.0)) and fields["in_order"]
-    pairs = made(order("eager-1f1b", 2, 4, overlap_f_b=True), 2, 4)
+    pairs = made(actions("eager-1f1b", 2, 4, overlap_f_b=True), 2, 4)
     assert programs_from_json(pairs.to_json())[1]["kernels"] == pairs.kernels
 
 
 def test_slots_are_as_many_as_are_alive():
     """And SPARE for messages that arrive early."""
     for schedule in ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2"):
-        listed, found = order(schedule, 4, 12), made(schedule, 4, 12)
+        listed, found = actions(schedule, 4, 12), made(schedule, 4, 12)
         for r in range(1, 4):
             count = Counter(buffer.name.partition("_")[0] for buffer in found.programs[r].buffers)
             activations, pending = alive(listed[r])
@@ -190,7 +190,7 @@ def test_the_simulator_agrees_with_the_formulas(schedule, message):
             trace = fompi.simulate(made(schedule, p, m, chunks, seconds={"F": 1, "I": 1, "W": 1}), machine)
             span = max(kernel_span(trace, rank) for rank in range(p))
             assert span == pytest.approx(predicted(schedule, p, m, chunks, {}, message), rel=0.03)
-            found = times(order(schedule, p, m, chunks), {}, message)
+            found = times(actions(schedule, p, m, chunks), {}, message)
             assert trace.seconds == pytest.approx(max(found.ends.values()), rel=1e-6)
 
 

@@ -9,7 +9,7 @@ import pytest
 import fompi
 from fompi.base.errors import LayoutError, PlanError
 from fompi.parallel import pipeline_plan
-from fompi.parallel.orders import order
+from fompi.parallel.actions import actions
 from fompi.parallel.step_plan import plan
 from fompi.parallel.step_problem import LayerForm
 from fompi.plans.plan import Compute
@@ -47,7 +47,7 @@ def test_every_step_is_right(axes):
         fompi.verify(made(axes, schedule, microbatches))
     if axes[2] == 2:
         fompi.verify(made(axes, "interleaved", 4, (4, 0, 1, 2, 9), chunks=2))
-        fompi.verify(made(axes, order("eager-1f1b", 2, 5, overlap_f_b=True), 5))
+        fompi.verify(made(axes, actions("eager-1f1b", 2, 5, overlap_f_b=True), 5))
 
 
 BESIDES = ("input", "loss", "input_backward", "update")
@@ -93,7 +93,7 @@ def test_every_kind_of_layer_is_right(axes):
         fompi.verify(made(axes, schedule, microbatches, MODEL))
     if axes[2] == 2:
         fompi.verify(made(axes, "interleaved", 4, MODEL, chunks=2))
-        fompi.verify(made(axes, order("eager-1f1b", 2, 5, overlap_f_b=True), 5, MODEL))
+        fompi.verify(made(axes, actions("eager-1f1b", 2, 5, overlap_f_b=True), 5, MODEL))
 
 
 @pytest.mark.parametrize("layers", [(7, 5, 6, 3), MODEL], ids=["rows", "model"])

@@ -1,4 +1,4 @@
-"""Functions in turns: what one has sent travels while another one computes.
+"""Functions that alternate: what one has sent travels while another one computes.
 
     y, dx = fompi.interleave(lambda: block(x), lambda: other.backward(dy))
 
@@ -27,9 +27,9 @@ from fompi.parallel.section import Section
 
 
 class _Here(threading.local):
-    """The turns in which this thread runs a function, and the number of that function."""
+    """Among which functions this thread runs one, and the number of that one."""
 
-    turns: Alternation | None = None
+    alternation: Alternation | None = None
     number = 0
     threads: ThreadPoolExecutor | None = None  # for the other functions
 
@@ -37,7 +37,7 @@ class _Here(threading.local):
 _HERE = _Here()
 
 MOST = 32
-"""At most this many functions may run in turns."""
+"""At most this many functions may alternate."""
 
 
 class _Ended(PeerError):
@@ -45,7 +45,7 @@ class _Ended(PeerError):
 
 
 class Alternation:
-    """`functions` in turns, inside of `section`. Function 0 runs in the thread that calls `run`.
+    """`functions` that alternate, inside of `section`. Function 0 runs in the thread that calls `run`.
 
     `calls[i]` is how many calls function i has begun. Function 0 begins its first call, then 1 its first one, and so
     on, then 0 its second one: the order is the same on all ranks, whatever has arrived where. The strategies say where
@@ -58,7 +58,9 @@ class Alternation:
         self.error: BaseException | None = None
         self._is_in_call = [False] * len(functions)
         self._met: list[tuple[Communicator, int] | None] = [None] * len(functions)  # what may have begun since
-        self._gates = [threading.Lock() for _ in functions]  # function i waits for its turn by acquiring gate i again
+        self._gates = [
+            threading.Lock() for _ in functions
+        ]  # function i waits until it may run by acquiring gate i again
         for gate in self._gates:
             gate.acquire()
 
@@ -94,10 +96,10 @@ class Alternation:
 
     def _run(self, number: int, modes: Callable[[], Any]) -> Any:
         """The result of a function; None if it, or another one, raises an error."""
-        outside = _HERE.turns, _HERE.number
+        outside = _HERE.alternation, _HERE.number
         if number:
             self._gates[number].acquire()
-        _HERE.turns, _HERE.number = self, number
+        _HERE.alternation, _HERE.number = self, number
         try:
             with modes(), self.section.in_this_thread():
                 self._look()
@@ -106,7 +108,7 @@ class Alternation:
             self._fail(error)
             return None
         finally:
-            _HERE.turns, _HERE.number = outside
+            _HERE.alternation, _HERE.number = outside
             self._count(number)
             following = self._after(number)
             self.running.remove(number)  # before another one runs
@@ -114,7 +116,7 @@ class Alternation:
                 self._gates[following].release()
 
     def give_way(self, number: int) -> None:
-        """The other functions run until it is the turn of this one again."""
+        """The other functions run until this one may run again."""
         self._count(number)
         following = self._after(number)
         if following != number:
@@ -129,7 +131,7 @@ class Alternation:
     @contextmanager
     def call(self, number: int) -> Iterator[None]:
         """Inside, a function begins a call, whatever that needs."""
-        self._await_turn(number)
+        self._await_call(number)
         self._is_in_call[number] = True
         try:
             yield
@@ -145,10 +147,10 @@ class Alternation:
         if comm.channel.lost is not None:
             raise comm.channel.lost
         if not self._is_in_call[number] and self._met[number] != (comm, comm.calls):
-            self._await_turn(number)
+            self._await_call(number)
             self._met[number] = comm, comm.calls
 
-    def _await_turn(self, number: int) -> None:
+    def _await_call(self, number: int) -> None:
         self._count(number)
         while min((self.calls[other], other) for other in self.running) != (self.calls[number], number):
             self.give_way(number)
@@ -160,7 +162,7 @@ class Alternation:
             self.calls[number] += 1
 
     def _after(self, number: int) -> int:
-        """The function whose turn comes next."""
+        """The function that runs next."""
         return self.running[(self.running.index(number) + 1) % len(self.running)]
 
     def _fail(self, error: BaseException) -> None:
@@ -175,17 +177,17 @@ class Alternation:
 
 
 def give_way() -> None:
-    """Let the other functions of `interleave` run, until it is the turn of this one again. Outside of it: nothing.
+    """Let the other functions of `interleave` run, until this one may run again. Outside of it: nothing.
 
     The strategies do this where they wait, and a function does it before it waits for an operation that it has started.
     """
-    if _HERE.turns is not None:
-        _HERE.turns.give_way(_HERE.number)
+    if _HERE.alternation is not None:
+        _HERE.alternation.give_way(_HERE.number)
 
 
-def in_turn() -> AbstractContextManager[None]:
-    """Inside, a call begins, on all ranks. It is the turn of this function of `interleave` to begin one."""
-    return nullcontext() if _HERE.turns is None else _HERE.turns.call(_HERE.number)
+def begins_call() -> AbstractContextManager[None]:
+    """Inside, a call begins, on all ranks. This function of `interleave` is the one that may begin it."""
+    return nullcontext() if _HERE.alternation is None else _HERE.alternation.call(_HERE.number)
 
 
 def _modes() -> Callable[[], AbstractContextManager[None]]:
@@ -206,13 +208,13 @@ def _modes() -> Callable[[], AbstractContextManager[None]]:
 
 
 def _meet(comm: Communicator) -> None:
-    if _HERE.turns is not None:
-        _HERE.turns.meet(_HERE.number, comm)
+    if _HERE.alternation is not None:
+        _HERE.alternation.meet(_HERE.number, comm)
 
 
-def is_in_turns() -> bool:
+def is_interleaved() -> bool:
     """True inside of a function that `interleave` runs."""
-    return _HERE.turns is not None
+    return _HERE.alternation is not None
 
 
 def interleave(*functions: Callable[[], Any]) -> list[Any]:
@@ -221,9 +223,9 @@ def interleave(*functions: Callable[[], Any]) -> list[Any]:
         y1, y2 = fompi.interleave(lambda: block(x1), lambda: block(x2))            # two halves of a batch
         y, _ = fompi.interleave(lambda: model(x), lambda: loss.backward())         # a forward under a backward
 
-    The functions run in turns, one at a time: each until a strategy of `fompi.parallel`, or a module of
+    The functions run one at a time: each until a strategy of `fompi.parallel`, or a module of
     `fompi.torch.nn`, waits for messages. A call of an operation waits on its own: start it instead, then call
-    `fompi.parallel.turns.give_way()`, then wait.
+    `fompi.parallel.interleave.give_way()`, then wait.
     Function 0 runs in this thread, the others in threads of their own, with the modes of this one: of torch, JAX, NumPy
     and `contextvars`. StateError names a mode that cannot be in two threads (torch.func, the transformations of JAX,
     torch.profiler). Not for functions that torch.compile reads.
@@ -232,18 +234,18 @@ def interleave(*functions: Callable[[], Any]) -> list[Any]:
     3.2.1 (2412.19437). If a function raises an error the others end too, on all ranks, and the error is raised.
     """
     if "torch._dynamo" in sys.modules and is_compiling():
-        DOORS.prepare()  # hides `run_in_turns` from the compiler
+        DOORS.prepare()  # hides `run_interleaved` from the compiler
     for f in functions:
         if not callable(f):
             raise ArgumentError(f"fompi.interleave: {f!r} is no function: pass lambda: ...")
     if len(functions) > MOST:
-        raise ArgumentError(f"fompi.interleave: {len(functions)} functions, but at most {MOST} run in turns")
+        raise ArgumentError(f"fompi.interleave: {len(functions)} functions, but at most {MOST} alternate")
     if len(functions) < 2:
         return [f() for f in functions]
-    return run_in_turns(functions)
+    return run_interleaved(functions)
 
 
-def run_in_turns(functions: tuple[Callable[[], Any], ...]) -> list[Any]:
+def run_interleaved(functions: tuple[Callable[[], Any], ...]) -> list[Any]:
     """The results of several functions. torch.compile does not read this."""
     with Section("interleave", shared=True) as section:
         return Alternation(functions, section).run()

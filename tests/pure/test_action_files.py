@@ -10,8 +10,8 @@ import pytest
 
 from fompi.base.errors import PlanError
 from fompi.base.file_checks import decoded
-from fompi.parallel.order_files import is_order, judge
-from fompi.parallel.orders import Action, needs, order, parts
+from fompi.parallel.action_files import judge, lists_actions
+from fompi.parallel.actions import Action, actions, needs, parts
 
 CASES = (("1f1b", 2, 4, 1), ("gpipe", 3, 2, 1), ("interleaved", 2, 4, 2), ("zbv", 3, 4, 2), ("zb-h1", 3, 3, 1),
          ("dualpipev", 2, 4, 2))  # fmt: skip
@@ -62,12 +62,12 @@ def text_of(cells):
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches", "chunks"), CASES)
 def test_right_files(name, ranks, microbatches, chunks):
-    rows = order(name, ranks, microbatches, chunks)
+    rows = actions(name, ranks, microbatches, chunks)
     plain, full = (judge(text_of(cells)) for cells in ([[*map(str, row)] for row in rows], with_messages(rows)))
     assert plain.is_right and full.is_right, (plain.reasons, full.reasons)
     assert (full.ranks, full.stages, full.microbatches) == (ranks, ranks * chunks, microbatches)
     assert plain.messages == 0 < full.messages and plain.span == full.span > 0 and 0 <= plain.idle < 1
-    assert is_order(text_of(with_messages(rows))) and not is_order("<algo/>") and not is_order("{}")
+    assert lists_actions(text_of(with_messages(rows))) and not lists_actions("<algo/>") and not lists_actions("{}")
     assert sum(text_of(with_messages(rows)).count(f"SEND_{k}") for k in "FB") == full.messages
 
 
@@ -173,7 +173,7 @@ def spoiled(random, cells):
 
 def test_the_verdict_on_spoiled_files_is_that_of_a_run():
     random, verdicts = Random(1), defaultdict(int)
-    files = [with_messages(order(*case)) for case in CASES if case[0] != "dualpipev"]
+    files = [with_messages(actions(*case)) for case in CASES if case[0] != "dualpipev"]
     for _ in range(1500):
         rows = spoiled(random, random.choice(files))
         verdict = judge(text_of(rows))
@@ -226,4 +226,4 @@ def test_numbers_that_no_memory_holds():
 def test_files_of_any_encoding():
     text = "0F0,0B0\n1F0,1B0\n"
     for encoding in ("utf-8", "utf-8-sig", "utf-16"):
-        assert is_order(decoded(text.encode(encoding))) and judge(decoded(text.encode(encoding))).is_right
+        assert lists_actions(decoded(text.encode(encoding))) and judge(decoded(text.encode(encoding))).is_right

@@ -1,6 +1,6 @@
-"""Orders of a pipeline: which micro-batch a rank works on when. Pure Python, no arrays and no MPI.
+"""The actions of a pipeline: which micro-batch a rank works on when. Pure Python, no arrays and no MPI.
 
-    order("1f1b", ranks=2, microbatches=2)[0]      # [0F0, 0F1, 0B0, 0B1]
+    actions("1f1b", ranks=2, microbatches=2)[0]      # [0F0, 0F1, 0B0, 0B1]
 
 An action is a stage, a kind and a micro-batch. The kinds are those of PyTorch:
 
@@ -67,7 +67,7 @@ class Both(NamedTuple):
 
 Step = Action | Both
 
-Orders = list[list[Step]]
+Actions = list[list[Step]]
 """For each rank its actions, in their order."""
 
 
@@ -76,22 +76,22 @@ def parts(steps: Iterable[Step]) -> list[Action]:
     return [action for step in steps for action in (step if isinstance(step, Both) else (step,))]
 
 
-def order(
+def actions(
     schedule: str | Sequence[Sequence[Step | str]],
     ranks: int,
     microbatches: int,
     chunks: int = 1,
     overlap_f_b: bool = False,
-) -> Orders:
-    """For each rank its actions: order("1f1b", 2, 1) == [[0F0, 0B0], [1F0, 1B0]]
+) -> Actions:
+    """For each rank its actions: actions("1f1b", 2, 1) == [[0F0, 0B0], [1F0, 1B0]]
 
     With `overlap_f_b` a forward and the backward of another micro-batch that follows it are one action. Of `SCHEDULES`
     eager-1f1b, interleaved and dualpipev leave room for it; the first two do one more forward ahead then, as Megatron.
 
-    `schedule` is one of `SCHEDULES`, or an order of your own: actions or their texts for each rank, a CSV file of
+    `schedule` is one of `SCHEDULES`, or actions of your own: these or their texts for each rank, a CSV file of
     PyTorch (one line per rank): open, its text, or its path if that ends with .csv. Whether its stages lie in a loop or
-    in a V is seen from the actions. Raises PlanError, with the rank and the action, for an order that deadlocks or in
-    which an action is missing.
+    in a V is seen from the actions. Raises PlanError, with the rank and the action, if they deadlock or if one
+    is missing.
     """
     for name, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
         if (integer(value) or 0) < 1:
@@ -110,32 +110,32 @@ def order(
         else:
             listed = [[*_ACTIONS[schedule](rank, *form)] for rank in range(ranks)]
     elif overlap_f_b:
-        raise PlanError("an order of your own lists what runs side by side: '(0F1;1B0)OVERLAP_F_B'")
+        raise PlanError("actions of your own list what runs side by side: '(0F1;1B0)OVERLAP_F_B'")
     else:
         listed = _own(schedule)
     check(listed, ranks, microbatches, chunks)
     return listed
 
 
-def placement_in(orders: Sequence[Sequence[Step]], chunks: int) -> str:
-    """Where the stages of an order lie: "v" if they are there and not in a loop, else "loop"."""
-    ranks = len(orders)
-    every = [{action.stage for action in parts(steps)} for steps in orders]
+def placement_in(listed: Sequence[Sequence[Step]], chunks: int) -> str:
+    """Where the stages of these actions lie: "v" if they are there and not in a loop, else "loop"."""
+    ranks = len(listed)
+    every = [{action.stage for action in parts(steps)} for steps in listed]
     if sum(map(len, every)) < ranks * chunks:  # some are missing, maybe very many
         return "loop"
     in_v = [{*stages_of(rank, ranks, chunks, "v")} for rank in range(ranks)]
     return "v" if every == in_v and ranks > 1 and chunks > 1 else "loop"
 
 
-# ------------------------------------------------------------------------------------------------ the known orders
+# ------------------------------------------------------------------------------------------------ the known ones
 
 
 def _gpipe(r: int, p: int, m: int, v: int) -> list[Action]:
     return [Action(r, kind, i) for kind in "FB" for i in range(m)]
 
 
-def _in_turns(forwards: list[Action], first: int, backwards: Iterable[list[Action]]) -> list[Action]:
-    """The `first` forwards, then one forward and what comes after it in turns. At the end there are no forwards."""
+def _alternating(forwards: list[Action], first: int, backwards: Iterable[list[Action]]) -> list[Action]:
+    """The `first` forwards, then one forward and what comes after it alternately. At the end there are no forwards."""
     actions = forwards[:first]
     for i, behind in enumerate(backwards, first):
         actions += [*forwards[i : i + 1], *behind]
@@ -145,7 +145,7 @@ def _in_turns(forwards: list[Action], first: int, backwards: Iterable[list[Actio
 def _one_forward_one_backward(r: int, p: int, m: int, v: int, ahead: int = 1, more: int = 0) -> list[Action]:
     """Each rank does `ahead` times the forwards that the stages behind it need, then one backward after each one."""
     first, forwards = min(m, ahead * (p - 1 - r) + more), [Action(r, "F", i) for i in range(m)]
-    return _in_turns(forwards, first, ([Action(r, "B", i)] for i in range(m)))
+    return _alternating(forwards, first, ([Action(r, "B", i)] for i in range(m)))
 
 
 def _zero_bubble(r: int, p: int, m: int, v: int, ahead: int = 1) -> list[Action]:
@@ -153,19 +153,19 @@ def _zero_bubble(r: int, p: int, m: int, v: int, ahead: int = 1) -> list[Action]
     first, late = min(m, ahead * (p - 1 - r)), ahead * r
     forwards, weights = ([Action(r, kind, i) for i in range(m)] for kind in "FW")
     backwards = [[Action(r, "I", i), *([weights[i - late]] if i >= late else [])] for i in range(m)]
-    return _in_turns(forwards, first, backwards) + weights[max(0, m - late) :]
+    return _alternating(forwards, first, backwards) + weights[max(0, m - late) :]
 
 
 def _interleaved(r: int, p: int, m: int, v: int, more: int = 0) -> list[Action]:
     """The micro-batches in groups of p. A rank does a group at its first stage, then at its second stage, and so on.
 
     The backwards visit the stages in the opposite order. The last group may be smaller: its missing micro-batches are
-    left out of the order with full groups, which cannot make it deadlock.
+    left out of the actions of full groups, which cannot make them deadlock.
     """
     groups = [range(start, start + p) for start in range(0, m, p)]
     forwards = [Action(c * p + r, "F", i) for group in groups for c in range(v) for i in group]
     backwards = [[Action(c * p + r, "B", i)] for group in groups for c in reversed(range(v)) for i in group]
-    actions = _in_turns(forwards, min(len(forwards), 2 * (p - 1 - r) + (v - 1) * p + more), backwards)
+    actions = _alternating(forwards, min(len(forwards), 2 * (p - 1 - r) + (v - 1) * p + more), backwards)
     return [action for action in actions if action.microbatch < m]
 
 
@@ -193,12 +193,12 @@ class _Counted:
         self.actions += [a._replace(kind="W") for a in waiting if (a.stage, a.microbatch) not in there]
 
     def kept(self, microbatches: int) -> list[Action]:
-        """Without the micro-batches that are not there: an order without them cannot deadlock."""
+        """Without the micro-batches that are not there: the others cannot deadlock."""
         return [action for action in self.actions if action.microbatch < microbatches]
 
 
 def _zero_bubble_v(r: int, p: int, m: int, v: int) -> list[Action]:
-    """Forwards go down and up the V; then F, I and W of both stages in turns; the last W fill the end."""
+    """Forwards go down and up the V; then F, I and W of both stages alternately; the last W fill the end."""
     n, made = max(m, 2 * p - 1), _Counted(r, p)
     made.add("F0", 2 * (p - r) - 1)
     made.add("F1 F0", r)
@@ -249,13 +249,13 @@ _OVERLAPPING: dict[str, Callable[..., list[Action]]] = {
     "interleaved": partial(_interleaved, more=1),
     "dualpipev": _dual_pipe_v,
 }
-"""The orders with `overlap_f_b`."""
+"""Those with `overlap_f_b`."""
 
 
 def _side_by_side(write: Callable[..., list[Action]], apart: bool, r: int, p: int, m: int, v: int) -> Iterator[Step]:
     """Each forward and the B of another micro-batch that follows it become one action; if `apart`, not the first ones.
 
-    The order is written for enough micro-batches that no pair is cut short; those that are not there are left out.
+    The actions are written for enough micro-batches that no pair is cut short; those that are not there are left out.
     """
     n = max(m, 2 * p)
     before: Action | None = None
@@ -268,11 +268,11 @@ def _side_by_side(write: Callable[..., list[Action]], apart: bool, r: int, p: in
         before = None if joins else action
 
 
-# ------------------------------------------------------------------------------------------------ orders of users
+# ------------------------------------------------------------------------------------------------ those of users
 
 
-def _own(schedule: object) -> Orders:
-    """The order that a user gives."""
+def _own(schedule: object) -> Actions:
+    """The actions that a user gives."""
     if hasattr(schedule, "read"):
         schedule = schedule.read()
     if isinstance(schedule, str):
@@ -280,15 +280,15 @@ def _own(schedule: object) -> Orders:
             try:
                 schedule = decoded(read(Path(schedule)))
             except (OSError, LayoutError) as error:
-                raise PlanError(f"the order {schedule!r} cannot be read: {error}") from error
+                raise PlanError(f"the actions {schedule!r} cannot be read: {error}") from error
         elif not _ACTION.search(schedule):
             raise PlanError(
-                f"unknown schedule {quoted(schedule, SCHEDULES)}; known: {', '.join(SCHEDULES)}, or an own order"
+                f"unknown schedule {quoted(schedule, SCHEDULES)}; known: {', '.join(SCHEDULES)}, or actions of your own"
             )
         schedule = [line.split(",") for line in schedule.strip().splitlines()]
     listed: list[Any] = [*schedule] if isinstance(schedule, Iterable) else [None]
     if any(isinstance(actions, str) or not isinstance(actions, Iterable) for actions in listed):
-        raise PlanError(f"an order is a list of actions for each rank, such as [['0F0', '0B0']], not {schedule!r}")
+        raise PlanError(f"actions are a list for each rank, such as [['0F0', '0B0']], not {schedule!r}")
     return [[*read_actions(rank, actions)] for rank, actions in enumerate(listed)]
 
 
@@ -314,15 +314,15 @@ def read_actions(rank: int, actions: Iterable[object]) -> Iterable[Step]:
         yield Action(int(found[1]), found[2], int(found[3]))
 
 
-# --------------------------------------------------------------------------------------------- is an order right
+# --------------------------------------------------------------------------------------------- are they right
 
 
-def check(orders: Sequence[Sequence[Step]], ranks: int, microbatches: int, chunks: int = 1) -> None:
-    """Raise PlanError if the order deadlocks, or if it is not exactly the work of these micro-batches."""
-    if len(orders) != ranks:
-        raise PlanError(f"the order has actions for {len(orders)} ranks, but there are {ranks}")
-    stages, where = ranks * chunks, placement_in(orders, chunks)
-    for rank, steps in enumerate(orders):
+def check(listed: Sequence[Sequence[Step]], ranks: int, microbatches: int, chunks: int = 1) -> None:
+    """Raise PlanError if the actions deadlock, or if they are not exactly the work of these micro-batches."""
+    if len(listed) != ranks:
+        raise PlanError(f"there are actions for {len(listed)} ranks, but there are {ranks}")
+    stages, where = ranks * chunks, placement_in(listed, chunks)
+    for rank, steps in enumerate(listed):
         seen: set[Action] = set()
         for step in steps:
             if isinstance(step, Both) and (step.forward.kind != "F" or step.backward.kind not in ("B", "I")):
@@ -351,7 +351,7 @@ def check(orders: Sequence[Sequence[Step]], ranks: int, microbatches: int, chunk
                     if Action(stage, kind, i) not in seen:
                         missing = Action(stage, kind, i)
                         raise PlanError(f"rank {rank}: {missing} is missing", rank, None, str(missing))
-    times(orders)
+    times(listed)
 
 
 def needs(action: Action, stages: int) -> list[tuple[int, str, int]]:
@@ -373,7 +373,7 @@ def gives(action: Action) -> list[tuple[int, str, int]]:
 # ------------------------------------------------------------------------------------------------ the time it takes
 
 
-class OrderTimes(NamedTuple):
+class ActionTimes(NamedTuple):
     """When each action begins and ends, in seconds.
 
     `begins` and `ends` start at 0, when the first action of the pipeline begins.
@@ -389,25 +389,25 @@ class OrderTimes(NamedTuple):
 
 
 def times(
-    orders: Sequence[Sequence[Step]], seconds: Mapping[str, float] | None = None, message: float = 0.0
-) -> OrderTimes:
+    listed: Sequence[Sequence[Step]], seconds: Mapping[str, float] | None = None, message: float = 0.0
+) -> ActionTimes:
     """The event walk: every rank does its actions in order, each as soon as what it needs is there.
 
     `seconds` are those of F, B, I and W (by default 1, 2, 1 and 1). Two side by side take as long as both, or those of
     "OVERLAP_F_B". A message to another rank takes `message` seconds, while actions go on. Any number of them may move
-    at once. Raises PlanError for an order that deadlocks.
+    at once. Raises PlanError for actions that deadlock.
     """
     seconds = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, **(seconds or {})}
-    ranks, stages = len(orders), 1 + max((a.stage for steps in orders for a in parts(steps)), default=0)
-    owner = _owners(orders)
+    ranks, stages = len(listed), 1 + max((a.stage for steps in listed for a in parts(steps)), default=0)
+    owner = _owners(listed)
     made: dict[tuple[int, str, int], float] = {}
-    found = OrderTimes({}, {})
+    found = ActionTimes({}, {})
     at, now, waiting, moved = [0] * ranks, [0.0] * ranks, set(range(ranks)), True
     while moved:
         moved = False
         for rank in sorted(waiting):
-            while at[rank] < len(orders[rank]):
-                actions = parts([orders[rank][at[rank]]])
+            while at[rank] < len(listed[rank]):
+                actions = parts([listed[rank][at[rank]]])
                 wanted = [each for action in actions for each in needs(action, stages)]
                 if not all(each in made for each in wanted):
                     break
@@ -423,27 +423,27 @@ def times(
                 waiting.discard(rank)
     if waiting:
         rank = min(waiting)
-        raise _deadlock(orders, at, made, rank, stages)
+        raise _deadlock(listed, at, made, rank, stages)
     return found
 
 
-def _owners(orders: Sequence[Sequence[Step]]) -> dict[int, int]:
+def _owners(listed: Sequence[Sequence[Step]]) -> dict[int, int]:
     """The rank of each stage."""
-    return {action.stage: rank for rank, steps in enumerate(orders) for action in parts(steps)}
+    return {action.stage: rank for rank, steps in enumerate(listed) for action in parts(steps)}
 
 
 def _deadlock(
-    orders: Sequence[Sequence[Step]],
+    listed: Sequence[Sequence[Step]],
     at: Sequence[int],
     made: Mapping[tuple[int, str, int], float],
     rank: int,
     stages: int,
 ) -> PlanError:
-    """The error of an order in which `rank` waits for ever: whom it waits for, until a rank comes twice."""
-    first, words, seen, owner = rank, [], set(), _owners(orders)
-    while rank not in seen and at[rank] < len(orders[rank]):
+    """The error of actions in which `rank` waits for ever: whom it waits for, until a rank comes twice."""
+    first, words, seen, owner = rank, [], set(), _owners(listed)
+    while rank not in seen and at[rank] < len(listed[rank]):
         seen.add(rank)
-        step = orders[rank][at[rank]]
+        step = listed[rank][at[rank]]
         missing = next(each for action in parts([step]) for each in needs(action, stages) if each not in made)
         what = {"y": "the forward", "d": "the backward", "i": "the I"}[missing[1]]
         other = owner[missing[0]]
@@ -452,8 +452,8 @@ def _deadlock(
             words[-1] += ", which comes later on the same rank" if type(step) is Action else ", on the same rank"
             break
         rank = other
-    stuck = orders[first][at[first]]
-    return PlanError(f"the order deadlocks: {'; '.join(words)}", first, at[first], str(stuck))
+    stuck = listed[first][at[first]]
+    return PlanError(f"the actions deadlock: {'; '.join(words)}", first, at[first], str(stuck))
 
 
 def alive(steps: Sequence[Step]) -> tuple[int, int]:

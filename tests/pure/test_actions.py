@@ -9,7 +9,7 @@ import pytest
 
 from fompi.base.errors import PlanError
 from fompi.model.pipeline import placement_of, predicted, rank_of, stages_of
-from fompi.parallel.orders import SCHEDULES, Action, Both, alive, check, order, parts, placement_in, times
+from fompi.parallel.actions import SCHEDULES, Action, Both, actions, alive, check, parts, placement_in, times
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in (1, 2, 3, 5, 8, 12, 16, 24, 40)]
 CHUNKS = (2, 3, 4)
@@ -37,11 +37,11 @@ def test_an_action_is_written_as_in_pytorch():
 
 
 def test_known_orders():
-    assert texts(order("gpipe", 2, 2)) == ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"]
-    assert texts(order("1f1b", 2, 3)) == ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
-    assert texts(order("eager-1f1b", 2, 3))[0] == "0F0 0F1 0F2 0B0 0B1 0B2"
-    assert texts(order("zb-h1", 2, 2)) == ["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"]
-    assert texts(order("interleaved", 2, 2, 2)) == [
+    assert texts(actions("gpipe", 2, 2)) == ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"]
+    assert texts(actions("1f1b", 2, 3)) == ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
+    assert texts(actions("eager-1f1b", 2, 3))[0] == "0F0 0F1 0F2 0B0 0B1 0B2"
+    assert texts(actions("zb-h1", 2, 2)) == ["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"]
+    assert texts(actions("interleaved", 2, 2, 2)) == [
         "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1",
         "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1",
     ]
@@ -53,7 +53,7 @@ def test_every_order_is_complete_and_ends(schedule):
     for p in range(1, 8):
         for m in range(1, 15):
             for chunks in chunks_of(schedule):
-                listed = order(schedule, p, m, chunks)
+                listed = actions(schedule, p, m, chunks)
                 assert len(listed) == p
                 check(listed, p, m, chunks)
                 kinds = 3 if schedule.startswith("zb") else 2
@@ -68,7 +68,7 @@ def test_the_formulas_without_messages(schedule, seconds):
         for chunks in chunks_of(schedule):
             if m < LEAST.get(schedule, lambda p: 1)(p) or (schedule == "interleaved" and m % p):
                 continue
-            got = slowest(order(schedule, p, m, chunks), seconds)
+            got = slowest(actions(schedule, p, m, chunks), seconds)
             wanted = predicted(schedule, p, m, chunks, seconds)
             if placement_of(schedule) == "v" and seconds:
                 assert wanted * (1 - 1e-9) <= got <= 1.02 * wanted
@@ -87,12 +87,12 @@ def test_the_formulas_with_messages(schedule, message):
                 continue
             if message > 0.5 and placement_of(schedule) == "loop":
                 continue  # no message has so much slack
-            got = slowest(order(schedule, p, m, chunks), {}, message)
+            got = slowest(actions(schedule, p, m, chunks), {}, message)
             assert got == pytest.approx(predicted(schedule, p, m, chunks, {}, message), rel=0.03), (p, m, chunks)
 
 
 def test_a_forward_and_a_backward_side_by_side():
-    assert texts(order("eager-1f1b", 2, 4, overlap_f_b=True)) == [
+    assert texts(actions("eager-1f1b", 2, 4, overlap_f_b=True)) == [
         "0F0 0F1 0F2 (0F3;0B0)OVERLAP_F_B 0B1 0B2 0B3",
         "1F0 (1F1;1B0)OVERLAP_F_B (1F2;1B1)OVERLAP_F_B (1F3;1B2)OVERLAP_F_B 1B3",
     ]
@@ -104,8 +104,8 @@ def test_every_order_with_pairs_is_complete_and_ends(schedule):
     for p in range(1, 8):
         for m in range(1, 15):
             for chunks in chunks_of(schedule):
-                listed = order(schedule, p, m, chunks, overlap_f_b=True)
-                plain = order(schedule, p, m, chunks)
+                listed = actions(schedule, p, m, chunks, overlap_f_b=True)
+                plain = actions(schedule, p, m, chunks)
                 assert [sorted(map(str, parts(a))) for a in listed] == [sorted(map(str, a)) for a in plain]
                 if m < 2 * p or (schedule == "interleaved" and m % p):
                     continue
@@ -117,7 +117,7 @@ def test_every_order_with_pairs_is_complete_and_ends(schedule):
 
 
 def test_the_time_of_a_pair():
-    listed = order([["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"]], 1, 2)
+    listed = actions([["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"]], 1, 2)
     assert times(listed).span(listed[0]) == 6 and times(listed, {"OVERLAP_F_B": 2.5}).span(listed[0]) == 5.5
     assert listed[0][1] == Both(Action(0, "F", 1), Action(0, "B", 0)) and alive(listed[0]) == (2, 0)
 
@@ -125,48 +125,48 @@ def test_the_time_of_a_pair():
 def test_what_is_alive():
     for p, m in SIZES:
         for r in range(p):
-            found = {name: alive(order(name, p, m)[r]) for name in SCHEDULES if chunks_of(name) == (1,)}
+            found = {name: alive(actions(name, p, m)[r]) for name in SCHEDULES if chunks_of(name) == (1,)}
             assert found["gpipe"] == (m, 0)
             assert found["1f1b"] == (min(m, p - r), 0)
             assert found["eager-1f1b"] == (min(m, 2 * (p - r) - 1), 0)
             assert found["zb-h1"] == (min(m, p - r), min(m, r + 1))
             assert found["zb-h2"] == (min(m, 2 * (p - r) - 1), min(m, 2 * r + 1))
             if m >= 2 * p:
-                assert alive(order("zbv", p, m, 2)[r]) == (2 * p, 2 * r + 1)
-                assert alive(order("dualpipev", p, m, 2)[r]) == (2 * p + 1, r + 1)
+                assert alive(actions("zbv", p, m, 2)[r]) == (2 * p, 2 * r + 1)
+                assert alive(actions("dualpipev", p, m, 2)[r]) == (2 * p + 1, r + 1)
             for v in CHUNKS:
                 if m % p == 0:
                     wanted = min(m * v, 2 * (p - r - 1) + (v - 1) * p + 1)
-                    assert alive(order("interleaved", p, m, v)[r])[0] == wanted
+                    assert alive(actions("interleaved", p, m, v)[r])[0] == wanted
 
 
 def test_zero_bubble_has_less_bubble():
     """Figures of the paper: 8 stages, 24 micro-batches of equal parts."""
-    spans = {name: slowest(order(name, 8, 24), {}) for name in ("1f1b", "zb-h1", "zb-h2")}
+    spans = {name: slowest(actions(name, 8, 24), {}) for name in ("1f1b", "zb-h1", "zb-h2")}
     assert spans == {"1f1b": 93, "zb-h1": 79, "zb-h2": 72}
 
 
 def test_a_v_has_no_bubble_in_the_memory_of_1f1b():
     """Figures of the papers: ZBV with equal parts has none, with half as much alive as zb-h2; DualPipeV (p - 1) F."""
     p, m = 8, 24
-    spans = {name: slowest(order(name, p, m, 2), {}) for name in ("zbv", "dualpipev")}
+    spans = {name: slowest(actions(name, p, m, 2), {}) for name in ("zbv", "dualpipev")}
     assert spans == {"zbv": 6 * m, "dualpipev": 6 * m + p - 1}
-    assert max(alive(actions)[0] for actions in order("zbv", p, m, 2)) == 2 * p  # stages of half the size
-    assert max(alive(actions)[0] for actions in order("zb-h2", p, m)) == 2 * p - 1
+    assert max(alive(mine)[0] for mine in actions("zbv", p, m, 2)) == 2 * p  # stages of half the size
+    assert max(alive(mine)[0] for mine in actions("zb-h2", p, m)) == 2 * p - 1
 
 
 # ------------------------------------------------------------------------------------------------ orders of users
 
 
 def test_texts_and_actions_and_a_file(tmp_path):
-    wanted = order("1f1b", 2, 2)
+    wanted = actions("1f1b", 2, 2)
     listed = [[str(a) for a in actions] for actions in wanted]
-    assert order(listed, 2, 2) == order(wanted, 2, 2) == wanted
+    assert actions(listed, 2, 2) == actions(wanted, 2, 2) == wanted
     table = "0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n"  # a time step without an action is an empty cell
-    assert texts(order(table, 2, 2)) == ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
+    assert texts(actions(table, 2, 2)) == ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
     path = tmp_path / "order.csv"
     path.write_text(table)
-    assert order(str(path), 2, 2) == order(table, 2, 2)
+    assert actions(str(path), 2, 2) == actions(table, 2, 2)
 
 
 def test_stages_in_a_loop_and_in_a_v():
@@ -175,16 +175,16 @@ def test_stages_in_a_loop_and_in_a_v():
     for where in ("loop", "v"):
         for p in (1, 2, 5):
             assert all(rank_of(s, p, where) == r for r in range(p) for s in stages_of(r, p, 4, where))
-    listed = order("zbv", 3, 4, 2)
-    assert placement_in(listed, 2) == "v" and placement_in(order("interleaved", 3, 4, 2), 2) == "loop"
+    listed = actions("zbv", 3, 4, 2)
+    assert placement_in(listed, 2) == "v" and placement_in(actions("interleaved", 3, 4, 2), 2) == "loop"
     listed[0][0], listed[1][0] = listed[1][0], listed[0][0]
     with pytest.raises(PlanError, match="stage 1 belongs to rank 1"):
-        order(listed, 3, 4, 2)
+        actions(listed, 3, 4, 2)
 
 
 def test_messages_and_shards_in_a_file_of_pytorch_are_left_out():
     table = "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD\n1RECV_F0,1F0,1B0,1SEND_B0,1RESHARD\n"
-    assert texts(order(table, 2, 1)) == ["0F0 0B0", "1F0 1B0"]
+    assert texts(actions(table, 2, 1)) == ["0F0 0B0", "1F0 1B0"]
 
 
 REFUSED = [
@@ -210,15 +210,15 @@ REFUSED = [
 @pytest.mark.parametrize(("first", "second", "text", "rank", "action"), REFUSED)
 def test_wrong_orders(first, second, text, rank, action):
     with pytest.raises(PlanError) as caught:
-        order([first[0].split(), second[0].split()], 2, 1)
+        actions([first[0].split(), second[0].split()], 2, 1)
     assert text in str(caught.value)
     assert (caught.value.rank, caught.value.chunk) == (rank, action)
 
 
 def test_a_deadlock_of_two_ranks_names_both():
     """Rank 0 wants the gradient of 1 first, rank 1 the one of 0."""
-    with pytest.raises(PlanError, match="deadlocks") as caught:
-        order([["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]], 2, 2)
+    with pytest.raises(PlanError, match="actions deadlock") as caught:
+        actions([["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]], 2, 2)
     assert "0B0 of rank 0 waits for the backward of micro-batch 0 at stage 1" in str(caught.value)
     assert "1F1 of rank 1 waits for the forward of micro-batch 1 at stage 0" in str(caught.value)
     assert (caught.value.rank, caught.value.op, caught.value.chunk) == (0, 1, "0B0")
@@ -232,31 +232,31 @@ def test_a_deadlock_of_two_ranks_names_both():
         (("1f1b", 2, 0.5), "microbatches=0.5 must be"),
         (("1f1b", 2, 2, 0), "chunks=0 must be"),
         (("1f1b", 2, 2, 1, True), "overlap_f_b is for eager-1f1b, interleaved, dualpipev: 1f1b leaves no room"),
-        (([["0F0", "0B0"]], 1, 1, 1, True), "lists what runs side by side"),
+        (([["0F0", "0B0"]], 1, 1, 1, True), "list what runs side by side"),
         (("1f1b", 2, 2, 2), "take 'interleaved'"),
-        ((["0F0"], 1, 1), "an order is a list of actions for each rank"),
-        ((7, 1, 1), "an order is a list of actions for each rank"),
+        ((["0F0"], 1, 1), "actions are a list for each rank"),
+        ((7, 1, 1), "actions are a list for each rank"),
         (([["0F0", "0B0"]], 2, 1), "actions for 1 ranks, but there are 2"),
         (("/nowhere/order.csv", 2, 1), "cannot be read"),
     ],
 )
 def test_wrong_arguments(given, text):
     with pytest.raises(PlanError, match=text.replace("(", r"\(")):
-        order(*given)
+        actions(*given)
     with pytest.raises(PlanError, match="no formula"):
         predicted("2f2b", 2, 2)
 
 
-def test_random_orders():
-    """What the walk finishes is right; exchanging two actions gives an order that is refused or ends all the same."""
+def test_random_actions():
+    """What the walk finishes is right; exchanging two actions gives some that are refused or end all the same."""
     random, refused = Random(1), 0
     for _ in range(300):
         p, m = random.randint(1, 5), random.randint(1, 6)
         schedule = random.choice([s for s in SCHEDULES if s != "interleaved"])
-        listed = order(schedule, p, m, chunks_of(schedule)[0])
-        actions = random.choice(listed)
-        i, j = random.randrange(len(actions)), random.randrange(len(actions))
-        actions[i], actions[j] = actions[j], actions[i]
+        listed = actions(schedule, p, m, chunks_of(schedule)[0])
+        mine = random.choice(listed)
+        i, j = random.randrange(len(mine)), random.randrange(len(mine))
+        mine[i], mine[j] = mine[j], mine[i]
         try:
             found = times(listed)
         except PlanError as error:

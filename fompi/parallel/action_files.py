@@ -1,6 +1,6 @@
 """The CSV files of `torch.distributed.pipelining`: one line for each rank, and what is proven of them.
 
-    0F0,0SEND_F0,0F1,...          a line: actions (`fompi.parallel.orders`), and if the file has them, messages
+    0F0,0SEND_F0,0F1,...          a line: actions (`fompi.parallel.actions`), and if the file has them, messages
     1RECV_F0,1F0,1B0,1SEND_B0     3SEND_F0: stage 3 sends its output of micro-batch 0; 4RECV_F0: stage 4 takes it
     2UNSHARD,2F0,2RESHARD         the parameters of a stage are gathered, and given up (FSDP)
 
@@ -20,7 +20,7 @@ from reprlib import repr as shown
 from typing import NamedTuple
 
 from fompi.base.errors import PlanError
-from fompi.parallel.orders import Action, Step, alive, check, needs, parts, read_actions, times
+from fompi.parallel.actions import Action, Step, alive, check, needs, parts, read_actions, times
 
 _CELL = re.compile(r"(\d{1,9})(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)(\d{0,9})")
 
@@ -42,7 +42,7 @@ class Beside(NamedTuple):
 Cell = Step | Beside
 
 
-class OrderVerdict(NamedTuple):
+class FileVerdict(NamedTuple):
     """`reasons` say what is wrong: empty if the file is right. `span` is in units: F, I and W take 1, B takes 2."""
 
     reasons: tuple[str, ...]
@@ -60,12 +60,12 @@ class OrderVerdict(NamedTuple):
         return not self.reasons
 
 
-def is_order(text: str) -> bool:
+def lists_actions(text: str) -> bool:
     """True if the text looks like such a file."""
     return re.match(r'\s*"?,*\(?\d+(F|B|I|W|SEND|RECV|UNSHARD|RESHARD|REDUCE)', text) is not None
 
 
-def judge(text: str) -> OrderVerdict:
+def judge(text: str) -> FileVerdict:
     """What is proven of a file. Raises PlanError for a cell that is not known."""
     lines = text.strip().splitlines()
     if len(lines) > MOST_RANKS or text.count(",") > MOST_CELLS:
@@ -78,20 +78,20 @@ def judge(text: str) -> OrderVerdict:
     messages = sum(isinstance(cell, Beside) and "SEND" in cell.verb for row in rows for cell in row)
     form = ranks, stages, microbatches, messages
     if not actions or stages % ranks:
-        return OrderVerdict((f"{stages} stages cannot be divided among {ranks} ranks",), *form)
+        return FileVerdict((f"{stages} stages cannot be divided among {ranks} ranks",), *form)
     try:
         check(steps, ranks, microbatches, stages // ranks)
     except PlanError as error:
-        return OrderVerdict((str(error),), *form)
+        return FileVerdict((str(error),), *form)
     reasons = tuple([*_messages(rows), *_shards(rows)][:5])
     if reasons:
-        return OrderVerdict(reasons, *form)
+        return FileVerdict(reasons, *form)
     ends = times(steps)
     span = max(ends.ends.values())
     work = sum({"F": 1.0, "B": 2.0}.get(a.kind, 1.0) for a in actions)
     held = max(alive(row)[0] for row in steps)
     texts = tuple(tuple(map(str, row)) for row in steps)
-    return OrderVerdict((), *form, span, 1 - work / (ranks * span), held, texts)
+    return FileVerdict((), *form, span, 1 - work / (ranks * span), held, texts)
 
 
 def _cells(rank: int, line: str) -> Iterator[Cell]:

@@ -8,7 +8,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fompi.model.pipeline import placement_of
-from fompi.parallel.orders import SCHEDULES, order
+from fompi.parallel.actions import SCHEDULES, actions
 
 MADE = {
     "zbv": schedules.ScheduleZBVZeroBubble,
@@ -37,9 +37,9 @@ def test_orders_of_pytorch(sizes, name, tmp_path):
     for form in ("compute_only", "compute_comms"):
         path = tmp_path / f"{form}.csv"
         schedule._dump_csv(str(path), form)
-        found.append(order(str(path), p, m, 2))
+        found.append(actions(str(path), p, m, 2))
         with path.open() as file:
-            assert order(file, p, m, 2) == found[-1]
+            assert actions(file, p, m, 2) == found[-1]
     assert found[0] == found[1]
     if placement_of(name) == "v" and name in SCHEDULES:
-        assert found[0] == order(name, p, m, 2, overlap_f_b=name == "dualpipev")
+        assert found[0] == actions(name, p, m, 2, overlap_f_b=name == "dualpipev")
