@@ -65,9 +65,9 @@ def _attend(q: Array, k: Array, v: Array, reads: Sequence[int], q_at: Array, k_a
     return KernelWork(flops, q.nbytes + k.nbytes + 2 * v.nbytes, results)
 
 
-def _attend_backward(
-    q: Array, k: Array, v: Array, o: Array, lse: Array, do: Array, reads: Any, q_at: Array, k_at: Array, rule: Rule
-) -> KernelWork:
+def _attend_backward(q: Array, k: Array, v: Array, o: Array, *others: Any) -> KernelWork:
+    """`others` are lse, do, reads, q_at, k_at and the rule, as of `attention.attend_backward`."""
+    q_at, k_at, rule = others[3:]
     (_, heads, d), e = q.shape, v.shape[2]
     flops = 2.0 * pairs(rule, q_at, k_at) * heads * (3 * d + 2 * e)
     nbytes = 2 * (q.nbytes + k.nbytes + v.nbytes) + 2 * o.nbytes

@@ -419,7 +419,7 @@ def test_what_python_has_taken_is_given_back_at_the_end(mpi, thread):
             call.export()
         del call
         mpi.done_below = 1
-        assert soon(lambda: ready.take(False) == 1) and ready.ran(1, 1.0) == FINISHED
+        assert soon(lambda ready=ready: ready.take(False) == 1) and ready.ran(1, 1.0) == FINISHED
         mpi.done_below = 0
         with pytest.raises(IndexError, match="no such kernel"):
             ready.ran(1, 1.0)
