@@ -7,7 +7,7 @@ from setuptools import Extension, setup
 NATIVE = Extension(
     "fompi.native._native",
     [f"fompi/native/{name}.c" for name in ("engine", "chain", "half", "kernels", "wire", "xla")],
-    depends=[f"fompi/native/{name}.h" for name in ("chain", "half", "kernels", "wire", "xla")],
+    depends=[f"fompi/native/{name}.h" for name in ("chain", "chain_type", "half", "kernels", "wire", "xla")],
     extra_compile_args=["-O3", "-ffp-contract=off"],
     py_limited_api=True,
     optional=True,
