@@ -17,7 +17,7 @@ from fompi.backends.base import Token
 from fompi.engine.communicator import Communicator
 from fompi.engine.in_flight import EAGER_NBYTES
 from fompi.engine.tasks import QUIET, Task
-from fompi.mpi.paths import NOTHING, Paths
+from fompi.mpi.paths import NOTHING, Offer, Paths, Pull
 from fompi.plans.plan import MESSAGE_BITS
 from fompi.runtime.compiled import COMPUTE, NATIVE, SEND, Compiled
 from fompi.tensors.device_array import DeviceArray
@@ -263,11 +263,11 @@ class Dispatch(Task):
             handle = self._handle(i, data)
             if handle is None:
                 return False
-            engine.launched(paths.ipc.send(handle, peer, tag), self, i)
+            engine.launched(Offer(paths.link, handle, peer, tag), self, i)
             return True
         if is_pulled:
             target = data if isinstance(data, DeviceArray) and self.error is None else None
-            engine.launched(paths.ipc.recv(target, peer, tag, str(self.compiled.ops[i])), self, i)
+            engine.launched(Pull(paths, target, peer, tag, str(self.compiled.ops[i])), self, i)
             return True
         if isinstance(data, DeviceArray):
             data = paths.device.memory(data)
@@ -314,7 +314,7 @@ class Dispatch(Task):
         """
         if isinstance(data, DeviceArray) and self.error is None and self.paths is not None:
             try:
-                return self.paths.ipc.handle(data)
+                return self.paths.handle(data)
             except Exception as error:
                 if not self._goes_on(i, error):
                     return None
