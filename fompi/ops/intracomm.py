@@ -781,7 +781,7 @@ def _plain(name: str, word: str) -> Callable[..., Any]:
     return call
 
 
-class Collective(NamedTuple):
+class MpiCollective(NamedTuple):
     """A collective of mpi4py that is an operation of fompi: `word` is `name`, or with I in front.
 
     `by_library` is that of the MPI library.
@@ -830,7 +830,7 @@ def _form(name: str, operation: Operation[Any], immediate: bool) -> Callable[...
     """The method of Comm for a collective, with I in front if it is `immediate`."""
     word, (at, parts) = f"I{name.lower()}" if immediate else name, SIZED.get(name, (MOST_ARGUMENTS, False))
     native, is_sum, by_library = getattr(MPI.Intracomm, word), operation.name in SUMS, _by_library(name, word)
-    collective = Collective(name, word, operation, by_library)
+    collective = MpiCollective(name, word, operation, by_library)
 
     def call(self: Comm, *args: Any, **options: Any) -> Any:
         comm = self.communicator if immediate else None
