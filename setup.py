@@ -1,5 +1,6 @@
 """Builds the calls in C (docs/inside/native.md). Without a compiler fompi has none. The rest is in pyproject.toml."""
 
+from glob import glob
 from tempfile import mkdtemp
 
 from setuptools import Extension, setup
@@ -7,7 +8,7 @@ from setuptools import Extension, setup
 NATIVE = Extension(
     "fompi.native._native",
     [f"fompi/native/{name}.c" for name in ("engine", "chain", "half", "kernels", "processor", "v3", "wire", "xla")],
-    depends=[f"fompi/native/{name}.h" for name in ("chain", "half", "kernels", "processor", "v3", "wire", "xla")],
+    depends=sorted(glob("fompi/native/*.h")),
     extra_compile_args=["-O3", "-ffp-contract=off"],
     py_limited_api=True,
     optional=True,

@@ -144,17 +144,15 @@ class Communicator(Shared):
 
     def __init__(self, comm: Any = None, name: str = "world", hosts: int = 0, seconds: float | None = None):
         origin = comm if isinstance(comm, Link) else mpi_communicator(comm)
-        self.engine = engine_of_process()
-        if self.engine.over:
-            raise StateError(self.engine.over)
+        engine = self.engine = engine_of_process()
+        if engine.over:
+            raise StateError(engine.over)
         from_split = isinstance(origin, Link)
-        with self.engine.lock:
+        with engine.lock:
             free_closed()
-        if from_split:
-            self.link = origin
-        else:
-            limit, engine = seconds or self.engine.timeout, self.engine
-            self.link = connect(origin, limit, engine.progress, engine.departure, called)
+        if not from_split:
+            origin = connect(origin, seconds or engine.timeout, engine.progress, engine.departure, called)
+        self.link: Link = origin
         self.name, self.rank, self.size = name, self.link.rank, self.link.size
         self.channel = Channel(self.link, self.engine, name)
         self.channel.timeout = seconds  # for the agreement below, too
@@ -180,18 +178,7 @@ class Communicator(Shared):
         self._marks = min(1 << MARK_BITS, self._slots)
         self._marked_slots = 2 * self._slots // self._marks
         self.calls = self._bound = 0
-        if not from_split:
-            self.calls = -1  # this agreement is call 0
-            refusal = environment.refusal() or native.refusal() or _load_machine(self.engine)
-            machine = self.engine.machine
-            text = f"Communicator of fompi {__version__}{' with FOMPI_REPORT' * (self.engine.report is not None)}"
-            if machine is not None:
-                text += f", FOMPI_MACHINE {machine.name}{detail('the machine', repr(machine))}"
-            host = digest(socket.gethostname()) % (1 << VALUE_BITS)
-            values = list(agree(self, text, refusal, value=host))
-            hosts = digest(str(values))
-            self.engine.hosts.update(zip(self.link.world_ranks, values, strict=True))
-        self.hosts = hosts  # a digest of the host names in rank order; after a split, the digest of the original
+        self.hosts = hosts if from_split else self._meet()  # a digest of the host names in rank order
         if self.size > 1:
             try:
                 self.network = self.link.several_hosts()
@@ -205,6 +192,22 @@ class Communicator(Shared):
             self.machine = self.engine.machine.part(self.link.world_ranks, self.link.world_size)
         self._key = remember(self, "communicator", name, self.link.world_ranks)
         log.info("%s: rank %d of %d, messages move by %s", name, self.rank, self.size, self.engine.progress_mode)
+
+    def _meet(self) -> int:
+        """Agree with the other ranks on versions and machines. Returns the digest of the host names.
+
+        After a split it is that of the original.
+        """
+        self.calls = -1  # this agreement is call 0
+        refusal = environment.refusal() or native.refusal() or _load_machine(self.engine)
+        machine = self.engine.machine
+        text = f"Communicator of fompi {__version__}{' with FOMPI_REPORT' * (self.engine.report is not None)}"
+        if machine is not None:
+            text += f", FOMPI_MACHINE {machine.name}{detail('the machine', repr(machine))}"
+        host = digest(socket.gethostname()) % (1 << VALUE_BITS)
+        values = list(agree(self, text, refusal, value=host))
+        self.engine.hosts.update(zip(self.link.world_ranks, values, strict=True))
+        return digest(str(values))
 
     @staticmethod
     def of(comm: Any) -> Communicator:

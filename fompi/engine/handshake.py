@@ -159,7 +159,8 @@ def begin_agreement(
     with comm.engine.lock:
         stamp, _ = comm.next_call()
         number = digest(text) if compared is None else compared
-        agreement = Agreement(comm, stamp, number, lambda: text, [value] * comm.size, refusal=refusal)
+        agreement = Agreement(comm, stamp, number, lambda: text, [value] * comm.size)
+        agreement.refusal = refusal
         agreement.runs = [told] * comm.size if told else ()
         comm.note_start(without_details(text), stamp)
         agreement.start()
@@ -186,6 +187,8 @@ class Agreement(Task):
 
     awaits_start = True
     # Default values live on the class and are rebound, never mutated. This keeps creating an Agreement cheap.
+    refusal: Exception | None = None
+    equal_totals = True
     rows: Sequence[int] = ()
     same_signature = True
     hints: Sequence[int] = ()
@@ -214,13 +217,11 @@ class Agreement(Task):
         describe: Callable[[], str],
         rows: Sequence[int],
         expects: int = -1,
-        refusal: Exception | None = None,
-        equal_totals: bool = True,
         signature: int = 0,
         hint: int = 0,
     ):
         self.comm, self.stamp, self.digest, self.describe = comm, stamp, digest, describe
-        self.outgoing, self.expects, self.refusal, self.equal_totals = rows, expects, refusal, equal_totals
+        self.outgoing, self.expects = rows, expects
         self.hint = (signature << HINT_BITS | hint) << _ROWS_BITS
 
     def values(self) -> Sequence[int]:

@@ -8,19 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import count
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 from weakref import WeakValueDictionary
 
 from fompi.base.errors import StateError
 
-
-class Key(NamedTuple):
-    """What the pickle of a communicator or a mesh contains."""
-
-    kind: str
-    name: str
-    ranks: tuple[int, ...]  # of MPI_COMM_WORLD
-
+Key = tuple[str, str, tuple[int, ...]]
+"""What the pickle of a communicator or a mesh contains: its kind, its name, and its ranks in MPI_COMM_WORLD."""
 
 _COUNTS: Counter[Key] = Counter()
 _MADE: WeakValueDictionary[tuple[Key, int], Any] = WeakValueDictionary()
@@ -29,7 +23,7 @@ _NUMBERS = count()
 
 def remember(made: Any, kind: str, name: str, ranks: Sequence[int]) -> Key:
     """The key of `made`, under which `reopened` finds it as long as it is open."""
-    key = Key(kind, name, tuple(ranks))
+    key = kind, name, tuple(ranks)
     made.number = _COUNTS[key]
     _COUNTS[key] += 1
     _MADE[key, next(_NUMBERS)] = made
@@ -41,7 +35,7 @@ def reopened(kind: str, name: str, ranks: tuple[int, ...]) -> Any:
 
     Raises StateError if there is none.
     """
-    key = Key(kind, name, ranks)
+    key = kind, name, ranks
     found = [(number, made) for (other, number), made in list(_MADE.items()) if other == key and not made.closed]
     if not found:
         raise StateError(
@@ -68,4 +62,4 @@ class Shared:
         return self
 
     def __reduce__(self) -> Any:
-        return reopened, tuple(self._key)
+        return reopened, self._key

@@ -54,7 +54,10 @@ class _PathMessage:
 
 
 class Offer(_PathMessage):
-    """The Token of a send by ipc. It is done when the receiver has copied the data."""
+    """The Token of a send by ipc: `handle` names the memory. NOTHING: this rank has failed.
+
+    It is done when the receiver has copied the data.
+    """
 
     def __init__(self, link: Link, handle: bytes, peer: int, tag: int):
         self.begun = perf_counter()
@@ -69,9 +72,12 @@ class Offer(_PathMessage):
 
 
 class Pull(_PathMessage):
-    """The Token of a receive by ipc. It is done when the data is there and the sender has been told."""
+    """The Token of a receive by ipc to `data`. None: this rank has failed, and copies nothing.
 
-    def __init__(self, path: Ipc, data: DeviceArray | None, peer: int, tag: int, what: str):
+    It is done when the data is there and the sender has been told.
+    """
+
+    def __init__(self, path: Paths, data: DeviceArray | None, peer: int, tag: int, what: str):
         self.begun = perf_counter()
         self._path, self._data, self._peer, self._tag, self._what = path, data, peer, tag, what
         self._handle = bytearray(HANDLE_NBYTES)
@@ -112,11 +118,12 @@ class Pull(_PathMessage):
         return bool(self._event.done())
 
 
-class Ipc:
-    """The messages of one communicator between devices of one host."""
+class Paths:
+    """The paths of one communicator for one device. `path_of(a, b)` chooses; all pairs agree."""
 
-    def __init__(self, device: Any, link: Link):
-        self.device, self.link, self.stream = device, link, device.stream("peers", -1)
+    def __init__(self, device: Any, link: Link, path_of: Callable[[int, int], str]):
+        self.device, self.link, self.path_of = device, link, path_of
+        self.stream = device.stream("peers", -1)
 
     def handle(self, data: DeviceArray) -> bytes:
         """What the receiver must know to copy `data`, once its mirror is there. Raises the errors of the device."""
@@ -125,31 +132,15 @@ class Ipc:
             raise DeviceError(f"the handle of device memory has {len(handle)} bytes, at most {HANDLE_NBYTES} fit")
         return handle
 
-    def send(self, handle: bytes, peer: int, tag: int) -> Offer:
-        """Offer the memory with this handle. NOTHING: this rank has failed."""
-        return Offer(self.link, handle, peer, tag)
-
-    def recv(self, data: DeviceArray | None, peer: int, tag: int, what: str) -> Pull:
-        """Copy what `peer` offers to `data`. None: this rank has failed, and copies nothing."""
-        return Pull(self, data, peer, tag, what)
-
-
-class Paths:
-    """The paths of one communicator for one device. `path_to(peer)` chooses; all pairs agree."""
-
-    def __init__(self, device: Any, link: Link, path_of: Callable[[int, int], str]):
-        self.device, self.path_of = device, path_of
-        self.ipc = Ipc(device, link)
-
     def is_staged(self, rank: int, peer: int) -> bool:
         return self.path_of(rank, peer) == STAGED
 
     def moves_by_ipc(self, peer: int) -> bool:
-        return self.path_of(self.ipc.link.rank, peer) == IPC
+        return self.path_of(self.link.rank, peer) == IPC
 
     @cached_property
     def title(self) -> str:
         """The device and the paths in use, as a text that is equal on all ranks."""
-        size = self.ipc.link.size
+        size = self.link.size
         used = {self.path_of(a, b) for a in range(size) for b in range(size) if a != b}
         return f"{self.device.name} with {' and '.join(sorted(used)) or 'no'} messages"

@@ -110,8 +110,8 @@ TILE(f64_plain, , double, double, LOAD, STORE, SAME, fma, PLUS, 4, 8)
 
 typedef struct {
     int rows, columns; /* of a tile */
-    void (*f32)(int64_t, const float *, const float *, int64_t, float *, int, float *);
-    void (*f64)(int64_t, const double *, const double *, int64_t, double *, int, double *);
+    void (*tile_f32)(int64_t, const float *, const float *, int64_t, float *, int, float *);
+    void (*tile_f64)(int64_t, const double *, const double *, int64_t, double *, int, double *);
     void (*turn_f32)(const float *, int64_t, int64_t, int64_t, int64_t, float *); /* or NULL */
     void (*turn_f64)(const double *, int64_t, int64_t, int64_t, int64_t, double *);
 } Tiles;
@@ -159,151 +159,14 @@ int64_t chain_scratch(int32_t is_wide, int64_t m, int64_t n, int64_t k, int64_t 
     return (packed_elements(m, n, k, most, tiles.columns) + rows * DEPTH + sums) * width;
 }
 
-/* Packs strips of `strip` columns of a matrix, strip by strip, each row by row, filled with zeros. Its k rows are `step`
- * apart, its n columns `across`. */
-#define PACK(name, type)                                                                                               \
-    ALWAYS void name##_strip(                                                                                          \
-        const type *from, int64_t step, int64_t across, int64_t k, int64_t here, int strip, type *to) {                \
-        if (across == 1) {                                                                                             \
-            for (int64_t p = 0; p < k; p++, to += strip, from += step) {                                               \
-                for (int64_t i = 0; i < strip; i += 64 / sizeof(type)) __builtin_prefetch(from + strip + i);           \
-                for (int64_t i = 0; i < here; i++) to[i] = from[i];                                                    \
-                for (int64_t i = here; i < strip; i++) to[i] = 0;                                                      \
-            }                                                                                                          \
-            return;                                                                                                    \
-        }                                                                                                              \
-        for (int64_t at = 0; at < k; at += STEPS, to += STEPS * strip, from += STEPS * step) {                         \
-            int64_t steps = least(STEPS, k - at);                                                                      \
-            for (int64_t i = 0; i < here; i++)                                                                         \
-                for (int64_t p = 0; p < steps; p++) to[p * strip + i] = from[p * step + i * across];                   \
-            for (int64_t i = here; i < strip; i++)                                                                     \
-                for (int64_t p = 0; p < steps; p++) to[p * strip + i] = 0;                                             \
-        }                                                                                                              \
-    }                                                                                                                  \
-    ALWAYS void name##_part(const type *from, int64_t step, int64_t across, int64_t k, int64_t here, int strip, type *to, \
-                            void (*turn)(const type *, int64_t, int64_t, int64_t, int64_t, type *)) {                  \
-        int64_t at = turn && step == 1 && here == strip ? k - k % (64 / (int64_t)sizeof(type)) : 0;                    \
-        if (at) turn(from, across, at, strip, strip, to);                                                              \
-        from += at * step, to += at * strip, k -= at;                                                                  \
-        switch (here) { /* the usual numbers as constants */                                                           \
-        case 12: name##_strip(from, step, across, k, 12, strip, to); break;                                            \
-        case 16: name##_strip(from, step, across, k, 16, strip, to); break;                                            \
-        case 32: name##_strip(from, step, across, k, 32, strip, to); break;                                            \
-        default: name##_strip(from, step, across, k, here, strip, to);                                                 \
-        }                                                                                                              \
-    }                                                                                                                  \
-    static void name(const type *from, int64_t step, int64_t across, int64_t k, int64_t n, int strip, type *to,        \
-                     void (*turn)(const type *, int64_t, int64_t, int64_t, int64_t, type *)) {                         \
-        int64_t depth = across == 1 ? SHALLOW : k; /* of these rows all columns, which lie side by side */             \
-        for (int64_t p = 0; p < k; p += depth)                                                                         \
-            for (int64_t j = 0; j < n; j += strip)                                                                     \
-                name##_part(from + p * step + j * across, step, across, least(depth, k - p), least(strip, n - j),      \
-                            strip, to + j * k + p * strip, turn);                                                      \
-    }
-
-#define CHAIN(suffix, type)                                                                                            \
-    PACK(pack_##suffix, type)                                                                                          \
-    typedef struct {                                                                                                   \
-        const Product *p;                                                                                              \
-        Tiles tiles;                                                                                                   \
-        const type *w;                                                                                                 \
-        type *b, *a, *sums; /* packed w, packed x, and the sums of the tree */                                         \
-        int64_t i, m, j, n; /* the block: its first row and column, and how many it has */                             \
-        int reads_w;                                                                                                   \
-        int64_t depth;                                                                                                 \
-    } Work_##suffix;                                                                                                   \
-                                                                                                                       \
-    /* What the first leaf begins with. */                                                                             \
-    static void begin_##suffix(const Work_##suffix *o) {                                                               \
-        const Product *p = o->p;                                                                                       \
-        int64_t rows = o->tiles.rows, columns = o->tiles.columns, high = up(o->m, rows);                               \
-        memset(o->sums, 0, (size_t)(high * up(o->n, columns)) * sizeof(type));                                         \
-        for (int64_t c = 0; c < o->n; c++)                                                                             \
-            for (int64_t r = 0; r < o->m; r++)                                                                         \
-                o->sums[(c / columns * high + r) * columns + c % columns] =                                            \
-                    p->adds ? ((type *)p->y)[(o->i + r) * p->y_step + o->j + c] : ((const type *)p->bias)[o->j + c];   \
-    }                                                                                                                  \
-                                                                                                                       \
-    static void finish_##suffix(const Work_##suffix *o) {                                                              \
-        int64_t rows = o->tiles.rows, columns = o->tiles.columns;                                                      \
-        const type *sums = o->sums;                                                                                    \
-        for (int64_t c = 0; c < o->n; c += columns)                                                                    \
-            for (int64_t r = 0; r < up(o->m, rows); r++, sums += columns)                                              \
-                if (r < o->m)                                                                                          \
-                    memcpy((type *)o->p->y + (o->i + r) * o->p->y_step + o->j + c, sums,                               \
-                           (size_t)least(columns, o->n - c) * sizeof(type));                                           \
-    }                                                                                                                  \
-                                                                                                                       \
-    /* One leaf: chains from `begin` to `end`. Where there are sums before, they are added to these. */                \
-    static void leaf_##suffix(const Work_##suffix *o, int64_t begin, int64_t end, type *sums, int fresh, type *before) { \
-        const Product *p = o->p;                                                                                       \
-        int64_t rows = o->tiles.rows, columns = o->tiles.columns, at = begin;                                          \
-        do {                                                                                                           \
-            int64_t depth = least(o->depth, end - at), tile = 0;                                                       \
-            int is_last = at + depth == end;                                                                           \
-            pack_##suffix((const type *)p->x + o->i * p->x_step + at * p->x_across, p->x_across, p->x_step, depth, o->m, \
-                          o->tiles.rows, o->a, NULL);                                                                        \
-            for (int64_t c = 0; c < o->n; c += columns) {                                                              \
-                const type *from = o->w + at * p->w_step + c * p->w_across, *b = o->b;                                 \
-                int is_read = o->reads_w && c + columns <= o->n;                                                       \
-                if (is_read)                                                                                           \
-                    b = from;                                                                                          \
-                else if (packs_strips(p->m))                                                                          \
-                    pack_##suffix(from, p->w_step, p->w_across, depth, least(columns, o->n - c), o->tiles.columns, o->b, \
-                                  o->tiles.turn_##suffix);                                                              \
-                else                                                                                                   \
-                    b += c * p->k + at * columns;                                                                      \
-                for (int64_t r = 0; r < o->m; r += rows, tile += rows * columns)                                       \
-                    o->tiles.suffix(depth, o->a + r * depth, b, is_read ? p->w_step : columns, sums + tile,            \
-                                    fresh && at == begin, is_last && before ? before + tile : NULL);                   \
-            }                                                                                                          \
-            at += depth;                                                                                               \
-        } while (at < end);                                                                                            \
-    }                                                                                                                  \
-                                                                                                                       \
-    static void block_##suffix(const Work_##suffix *o) {                                                               \
-        const Product *p = o->p;                                                                                       \
-        int64_t length = p->k / p->leaves, area = up(o->m, o->tiles.rows) * up(o->n, o->tiles.columns);                \
-        int64_t top = 0, sizes[64];                                                                                    \
-        for (int64_t leaf = 0; leaf < p->leaves; leaf++) {                                                             \
-            int has_first = leaf == 0 && (p->bias || p->adds), is_last = leaf + 1 == p->leaves;                        \
-            int merges = top && (sizes[top - 1] == 1 || is_last);                                                      \
-            type *sums = o->sums + top * area;                                                                         \
-            if (has_first) begin_##suffix(o);                                                                          \
-            leaf_##suffix(o, leaf * length, (leaf + 1) * length, sums, !has_first, merges ? sums - area : NULL);       \
-            if (merges)                                                                                                \
-                sizes[top - 1]++;                                                                                      \
-            else                                                                                                       \
-                sizes[top++] = 1;                                                                                      \
-            for (; top > 1 && (sizes[top - 2] == sizes[top - 1] || is_last); top--) {                                  \
-                type *a = o->sums + (top - 2) * area, *b = a + area;                                                   \
-                for (int64_t e = 0; e < area; e++) a[e] += b[e];                                                       \
-                sizes[top - 2] += sizes[top - 1];                                                                      \
-            }                                                                                                          \
-        }                                                                                                              \
-    }                                                                                                                  \
-                                                                                                                       \
-    static void run_##suffix(const Product *p, type *scratch) {                                                        \
-        const int64_t most = BYTES_ACROSS / sizeof(type), rows = rows_of_block(p->m);                                  \
-        Work_##suffix o = {.p = p, .tiles = tiles_of(sizeof(type) == 8, p->m), .b = scratch};                                \
-        o.reads_w = reads_w(p, o.tiles);                                                                               \
-        o.depth = packs_strips(p->m) && p->w_across == 1 && p->w_step * (int64_t)sizeof(type) % 4096 == 0 ? SHALLOW : DEPTH; \
-        o.a = o.b + packed_elements(p->m, p->n, p->k, most, o.tiles.columns);                                          \
-        o.sums = o.a + up(rows, o.tiles.rows) * DEPTH;                                                                 \
-        for (o.j = 0; o.j < p->n; o.j += most) {                                                                       \
-            o.n = least(most, p->n - o.j), o.w = (const type *)p->w + o.j * p->w_across;                               \
-            if (!packs_strips(p->m))                                                                                  \
-                pack_##suffix(o.w, p->w_step, p->w_across, p->k, o.n, o.tiles.columns, o.b, o.tiles.turn_##suffix);    \
-            for (o.i = 0; o.i < p->m; o.i += rows) {                                                                   \
-                o.m = least(rows, p->m - o.i);                                                                         \
-                block_##suffix(&o);                                                                                    \
-                finish_##suffix(&o);                                                                                   \
-            }                                                                                                          \
-        }                                                                                                              \
-    }
-
-CHAIN(f32, float)
-CHAIN(f64, double)
+#define TYPE float
+#define OF(name) name##_f32
+#include "chain_type.h"
+#undef TYPE
+#undef OF
+#define TYPE double
+#define OF(name) name##_f64
+#include "chain_type.h"
 
 void chain_run(int32_t is_wide, const Product *p, void *scratch) {
     if (is_wide)

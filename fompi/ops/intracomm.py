@@ -781,47 +781,67 @@ def _plain(name: str, word: str) -> Callable[..., Any]:
     return call
 
 
-def _form(name: str, operation: Operation[Any], immediate: bool) -> Callable[..., Any]:
-    word, prepare = f"I{name.lower()}" if immediate else name, f"_{name.lower()}"
-    native, is_sum = getattr(MPI.Intracomm, word), operation.name in SUMS
-    (at, parts), by_library = SIZED.get(name, (MOST_ARGUMENTS, False)), _by_library(name, word)
+class MpiCollective(NamedTuple):
+    """A collective of mpi4py that is an operation of fompi: `word` is `name`, or with I in front.
 
-    def ended(comm: Communicator | None, begun: Any) -> Any:
-        """What the call returns: its Request, or nothing once it is finished."""
-        pending, finish = begun
-        if comm is not None:
-            return Request.of(comm, pending, finish)
-        if pending is not None:
-            pending.wait()
-            finish()
-        return None
+    `by_library` is that of the MPI library.
+    """
+
+    name: str
+    word: str
+    operation: Operation[Any]
+    by_library: Callable[[Comm, Any, Any], Any]
+
+    def prepare(self, comm: Comm) -> Callable[..., MpiCall | None]:
+        """What reads the arguments of a call on `comm`."""
+        prepare: Callable[..., MpiCall | None] = getattr(comm, f"_{self.name.lower()}")
+        return prepare
+
+    def carry_out(self, comm: Comm, started_on: Communicator | None, args: Any, options: Any, most: int) -> Any:
+        """A call that may be large, by the library or by fompi. `started_on`: it has I in front."""
+        key = comm._key(self.name, self.word, args, options)
+        if key is not None and key[0] in comm._of_library:
+            return self.by_library(comm, args, options)
+        if _is_by_library(self.name, comm, args, options, most):
+            comm._is_library_s(key, args)
+            return self.by_library(comm, args, options)
+        method = self.prepare(comm)
+        flight = comm._known(key, method, args, options, started_on is None)
+        if flight is not REFUSED:
+            return _returned(started_on, flight, lambda: flight.result)
+        begun = comm._begin(self.operation, method, args, options)
+        if begun is None:
+            comm._is_library_s(key, args)
+            return self.by_library(comm, args, options)
+        return _returned(started_on, *begun)
+
+
+def _returned(started_on: Communicator | None, pending: Any, finish: Callable[[], object]) -> Any:
+    """What a call returns: its Request, if it was started on a communicator, or nothing once it is finished."""
+    if started_on is not None:
+        return Request.of(started_on, pending, finish)
+    if pending is not None:
+        pending.wait()
+        finish()
+    return None
+
+
+def _form(name: str, operation: Operation[Any], immediate: bool) -> Callable[..., Any]:
+    """The method of Comm for a collective, with I in front if it is `immediate`."""
+    word, (at, parts) = f"I{name.lower()}" if immediate else name, SIZED.get(name, (MOST_ARGUMENTS, False))
+    native, is_sum, by_library = getattr(MPI.Intracomm, word), operation.name in SUMS, _by_library(name, word)
+    collective = MpiCollective(name, word, operation, by_library)
 
     def call(self: Comm, *args: Any, **options: Any) -> Any:
         comm = self.communicator if immediate else None
         if is_sum and self.order != "any":
-            return ended(comm, self._begin(operation, getattr(self, prepare), args, options))
+            return _returned(comm, *self._begin(operation, collective.prepare(self), args, options))
         most = LIMITS.get(name, -1) if comm is None else most_started(name, comm.network)
         if (  # what most programs write, decided as by `_is_by_library`
             len(args) > at and type(args[at]) is np.ndarray and args[at].nbytes * (self.size if parts else 1) <= most
         ):
             return by_library(self, args, options)
-        key = self._key(name, word, args, options)
-        if key is not None and key[0] in self._of_library:
-            return by_library(self, args, options)
-        if _is_by_library(name, self, args, options, most):
-            self._is_library_s(key, args)
-            return by_library(self, args, options)
-        method = getattr(self, prepare)
-        flight = self._known(key, method, args, options, not immediate)
-        if flight is not REFUSED:
-            pending, finish = flight, lambda: flight.result
-        else:
-            begun = self._begin(operation, method, args, options)
-            if begun is None:
-                self._is_library_s(key, args)
-                return by_library(self, args, options)
-            pending, finish = begun
-        return ended(comm, (pending, finish))
+        return collective.carry_out(self, comm, args, options, most)
 
     call.__name__, call.__doc__ = native.__name__, native.__doc__
     return call

@@ -564,15 +564,8 @@ def plan(
     schedule: str = "auto",
     slices: Slices | None = None,
     window: int | None = None,
-    bias: bool = False,
-    root: int = 0,
-    packed: bool = False,
-    split_dim: int | None = None,
-    experts: int | None = None,
-    counts: Any = None,
     machine: Machine | str | None = None,
-    wire: str | None = None,
-    order: str = "any",
+    **details: Any,
 ) -> Plan:
     """The Plan of an operation on global tensors, without MPI and data.
 
@@ -585,6 +578,10 @@ def plan(
     operation reduces: `Partial("max")`.
 
     - `window` limits how many sends, or collectives of the MPI library, a rank has in flight.
+    - `machine` is a Machine, its name or its file. With it, "auto" chooses the best schedule for that machine.
+
+    The `details`:
+
     - `bias=True` gives each weight a bias.
     - `root` is the root of a broadcast, gather, scatter or reduce.
     - `packed=True` is for an x that will be strided when the plan runs.
@@ -592,17 +589,13 @@ def plan(
     - `experts` is the number of experts of all ranks, for an `all_to_all_grouped_weight_gradient`. Of the other grouped
       operations the weight says it: it has the layout Shard(0) and the shape (experts, k, n).
     - `counts[source][dest][expert]` are the rows that go to each expert. By default they are as even as possible.
-    - `machine` is a Machine, its name or its file. With it, "auto" chooses the best schedule for that machine.
     - `wire` is the form in which messages carry elements, as in a call. `plan.roundings` is how often a term of the
       result is rounded at most.
     - `order="ranks"` is the order of sums, as in a call: the plan is proven to add in that tree.
 
     Raises LayoutError, ShapeError, DtypeError or PlanError.
     """
-    name = _name(operation)
-    options: dict[str, Any] = {"bias": bias, "root": root, "packed": packed, "split_dim": split_dim}
-    options |= {"experts": experts, "counts": counts, "wire": wire, "order": order}
-    at, sizes = from_specs(name, specs, ranks, **options)
+    at, sizes = from_specs(_name(operation), specs, ranks, **details)
     made = plan_for(at(0), sizes, schedule, slices, window, at, None if machine is None else Machine.of(machine))
     if made.schedule in REGISTERED:
         verify(made)
@@ -614,15 +607,8 @@ def explain(
     *specs: Spec,
     ranks: int,
     machine: Machine | str,
-    bias: bool = False,
-    root: int = 0,
-    packed: bool = False,
-    split_dim: int | None = None,
-    experts: int | None = None,
-    counts: Any = None,
     schedules: Sequence[str] = (),
-    wire: str | None = None,
-    order: str = "any",
+    **details: Any,
 ) -> Explanation:
     """Which schedule is the best on a machine, and why, without MPI and data.
 
@@ -633,14 +619,11 @@ def explain(
     For every candidate it shows the time, and how far this is from the lower bound. The best candidates are simulated
     op by op. For these it also shows what is hidden, what stays exposed, and which chunk is waited for.
 
-    `specs`, `ranks`, `bias`, `root`, `packed`, `split_dim`, `experts`, `counts`, `wire` and `order` are those of
+    `specs`, `ranks` and the `details` are those of `fompi.plan`. `machine` is a Machine, its name or its file.
+    `schedules` are the only ones that are compared, besides those without overlap. Raises the same errors as
     `fompi.plan`.
-    `machine` is a Machine, its name or its file. `schedules` are the only ones that are compared, besides those without
-    overlap. Raises the same errors as `fompi.plan`.
     """
-    options: dict[str, Any] = {"bias": bias, "root": root, "packed": packed, "split_dim": split_dim}
-    options |= {"experts": experts, "counts": counts, "wire": wire, "order": order}
-    at, sizes = from_specs(_name(operation), specs, ranks, **options)
+    at, sizes = from_specs(_name(operation), specs, ranks, **details)
     return explained(at(0), sizes, Machine.of(machine), at, events=MOST_EVENTS, schedules=schedules)
 
 

@@ -257,10 +257,9 @@ class Pending:
             rows, expects = local.rows, local.expects
         form = comm, local, self._schedule, self._slices, self._arguments.words
         agreement = Agreement(
-            *(comm, self._stamp, common_of(*form), lambda: in_words(*form), rows, expects, None),
-            *(equal_totals, signature, hint),
+            *(comm, self._stamp, common_of(*form), lambda: in_words(*form), rows, expects, signature, hint)
         )
-        agreement.arriving = self._arguments.arriving
+        agreement.equal_totals, agreement.arriving = equal_totals, self._arguments.arriving
         if local.runs:
             agreement.runs = local.runs
         agreement.then = self._agreed

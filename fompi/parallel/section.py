@@ -205,7 +205,9 @@ class Section:
             channel.ending = None
             while comm.calls < max(ended.calls for ended in known.values()):
                 stamp, _ = comm.next_call()
-                Agreement(comm, stamp, 0, lambda: self.name, (0,) * comm.size, refusal=refusal).start()
+                agreement = Agreement(comm, stamp, 0, lambda: self.name, (0,) * comm.size)
+                agreement.refusal = refusal
+                agreement.start()
             for peer, ended in known.items():
                 messages.catch_up(comm, peer, ended.sent, ended.received, refusal)
         comm.engine.wake_helper()  # these calls end while the program does something else

@@ -44,39 +44,51 @@ def after(problem: Problem | OwnProblem, rank: int, parts: int) -> dict[tuple[st
 
 def _after(problem: Problem, rank: int, parts: int) -> dict[tuple[str, int], Value]:
     """`after`, with the blocks that never have rows."""
-    size, slices = problem.size, parts // problem.runs
-
-    def weighted(x: Value, i: int, at: int, bias: bool = True, expert: int = 0) -> Value:
-        y = product(problem.kernel("matmul"), x, ((problem.name("w", i), at, expert),))
-        return total(y, ((problem.name("bias", i), at, 0),)) if bias and problem.weights[i].bias else y
-
-    def term(r: int, j: int, leaves: int, b: int) -> Value:
-        """The j-th term that rank r has of block b, where a sum has an order. Rank 0 adds the bias to its first one."""
-        number = j if problem.is_split else ""
-        x: Value = ((f"x{number}", r, b),)
-        if not problem.multiplies_first:
-            return x
-        y = product(problem.kernel("matmul", leaves), x, ((f"w{number}", r, 0),))
-        return total(y, (("bias", r, 0),)) if problem.weights[0].bias and r == j == 0 else y
-
-    def scattered(b: int) -> Value:
-        if problem.order:
-            whole = [term(r, j, n, b) for r, mine in enumerate(problem.terms) for j, n in enumerate(mine)]
-            return reduced_in_order(problem.op, whole, [n for mine in problem.terms for n in mine])
-        terms = [((("x", r, b),)) for r in range(size)]
-        if not problem.multiplies_first:
-            return reduced(problem.op, terms)
-        owner = rank if problem.moves == "reduce_scatter" else b % size  # the owner of the rows adds the bias
-        return total(*(weighted(x, 0, r, bias=r == owner) for r, x in enumerate(terms)))
-
-    everything: Sequence[int] = range(size * parts)
     if problem.deals_product:
         y = problem.workspace(rank, parts)["y"]
         return {("y", b): _dealt_product(problem, rank, parts, b) for b in range(y.first, y.first + y.count)}
     if problem.moves == "reduce_scatter":
-        return {("y", b): scattered(b) for b in range(rank * parts, (rank + 1) * parts)}
+        mine = range(rank * parts, (rank + 1) * parts)
+        return {("y", b): _summed(problem, rank, b) for b in mine}
     if problem.moves == "all_reduce":
-        return {(problem.result, b): scattered(b) for b in everything}
+        return {(problem.result, b): _summed(problem, rank, b) for b in range(problem.size * parts)}
+    return _moved(problem, rank, parts)
+
+
+def _weighted(problem: Problem, x: Value, i: int, at: int, bias: bool = True, expert: int = 0) -> Value:
+    """The i-th product of x on rank `at`."""
+    y = product(problem.kernel("matmul"), x, ((problem.name("w", i), at, expert),))
+    return total(y, ((problem.name("bias", i), at, 0),)) if bias and problem.weights[i].bias else y
+
+
+def _summed(problem: Problem, rank: int, b: int) -> Value:
+    """The value of block b of a sum over the ranks."""
+    if problem.order:
+        terms = [_term(problem, r, j, n, b) for r, mine in enumerate(problem.terms) for j, n in enumerate(mine)]
+        return reduced_in_order(problem.op, terms, [n for mine in problem.terms for n in mine])
+    xs: list[Value] = [(("x", r, b),) for r in range(problem.size)]
+    if not problem.multiplies_first:
+        return reduced(problem.op, xs)
+    owner = rank if problem.moves == "reduce_scatter" else b % problem.size  # the owner of the rows adds the bias
+    return total(*(_weighted(problem, x, 0, r, bias=r == owner) for r, x in enumerate(xs)))
+
+
+def _term(problem: Problem, r: int, j: int, leaves: int, b: int) -> Value:
+    """The j-th term that rank r has of block b, where a sum has an order. Rank 0 adds the bias to its first one."""
+    number = j if problem.is_split else ""
+    x: Value = ((f"x{number}", r, b),)
+    if not problem.multiplies_first:
+        return x
+    y = product(problem.kernel("matmul", leaves), x, ((f"w{number}", r, 0),))
+    return total(y, (("bias", r, 0),)) if problem.weights[0].bias and r == j == 0 else y
+
+
+def _moved(problem: Problem, rank: int, parts: int) -> dict[tuple[str, int], Value]:
+    """The values of the outputs where rows move, and are multiplied before or afterwards."""
+    slices, everything = parts // problem.runs, range(problem.size * parts)
+
+    def expert(b: int) -> int:
+        return b % parts // slices
 
     def arrives(b: int) -> Value:
         if problem.moves == "broadcast":
@@ -85,29 +97,24 @@ def _after(problem: Problem, rank: int, parts: int) -> dict[tuple[str, int], Val
             return ((f"x{rank}" if problem.columns else "x", b // parts, b),)
         source, part = divmod(b, parts)
         x: Value = (("x", source, rank * parts + part),)
-        return weighted(x, 0, source, expert=part // slices) if problem.multiplies_first else x
+        return _weighted(problem, x, 0, source, expert=part // slices) if problem.multiplies_first else x
 
-    def expert(b: int) -> int:
-        return b % parts // slices
-
-    experts = range(1)
+    blocks: Sequence[int] = everything
     if problem.experts:
-        experts = range(problem.experts[rank])
         many = [problem.experts[b // parts if problem.multiplies_first else rank] for b in everything]
-        everything = [b for b in everything if expert(b) < many[b]]  # the other blocks never have rows
+        blocks = [b for b in everything if expert(b) < many[b]]  # the other blocks never have rows
     if problem.multiplies_first:
-        return {("y", b): arrives(b) for b in everything}
+        return {("y", b): arrives(b) for b in blocks}
     result: dict[tuple[str, int], Value] = {}
-    for b in everything:
+    for b in blocks:
         if problem.keep or not (problem.weights or problem.gradients):
             result[problem.kept, b] = arrives(b)
         for i in range(len(problem.weights)):
-            result[problem.name("y", i), b] = weighted(arrives(b), i, rank, expert=expert(b))
+            result[problem.name("y", i), b] = _weighted(problem, arrives(b), i, rank, expert=expert(b))
     for i, gradient in enumerate(problem.gradients):
-        h = problem.name("h", i)
-        for e in experts:
-            pairs = [(arrives(b), ((h, rank, b),)) for b in everything if expert(b) == e]
-            name = problem.kernel("gradient")
+        h, name = problem.name("h", i), problem.kernel("gradient")
+        for e in range(problem.experts[rank] if problem.experts else 1):
+            pairs = [(arrives(b), ((h, rank, b),)) for b in blocks if expert(b) == e]
             terms = [product(name, *((y, x) if gradient.flipped else (x, y))) for x, y in pairs]
             result[problem.name("g", i), e] = gradient_in_order(terms) if problem.order else total(*terms)
     return result
@@ -134,60 +141,69 @@ def _reduced(problem: Problem, xs: Sequence[Any], xp: Any) -> Any:
 def reference(problem: Problem, inputs: Sequence[dict[str, Any]], sizes: Sizes, xp: Any) -> list[dict[str, Any]]:
     """The outputs of all ranks, computed unfused from the inputs of all ranks in the array namespace `xp`."""
     size = problem.size
-
-    def rows(counts: Sequence[int], i: int) -> slice:
-        return slice(sum(counts[:i]), sum(counts[: i + 1]))
-
-    def weighted(x: Any, data: dict[str, Any], i: int) -> Any:
-        y = x @ data[problem.name("w", i)]
-        return y + data[problem.name("bias", i)] if problem.weights[i].bias else y
-
     if problem.deals_x:
         return [{"y": xp.concatenate([data[f"x{rank}"] for data in inputs])} for rank in range(size)]
     if problem.columns:
-        return [{"y": y} for y in _dealt_products(problem, inputs, [rows(sizes.rows, r) for r in range(size)], xp)]
+        return [{"y": y} for y in _dealt_products(problem, inputs, [_rows(sizes.rows, r) for r in range(size)], xp)]
     if problem.experts:
         return _grouped_reference(problem, inputs, sizes, xp)
-    xs = [data["x"] for data in inputs]
     if problem.moves in ("reduce_scatter", "all_reduce"):
-        if problem.multiplies_first:
-            without = [x @ data["w"] for x, data in zip(xs, inputs, strict=True)]
-            summed = sum(without[1:], without[0])
-            if problem.weights[0].bias and problem.moves == "all_reduce":  # the bias is the same on all ranks
-                summed = summed + inputs[0]["bias"]
-            owners = [summed[rows(sizes.rows, r)] for r in range(size)]
-            if problem.weights[0].bias and problem.moves == "reduce_scatter":
-                owners = [y + data["bias"] for y, data in zip(owners, inputs, strict=True)]
-        else:
-            summed = _reduced(problem, xs, xp)
-            owners = [summed[rows(sizes.rows, r)] for r in range(size)]
-        if problem.moves == "reduce_scatter":
-            return [{"y": y} for y in owners]
-        return [{"y": xp.concatenate(owners)} for _ in range(size)]
+        owners = _reference_of_sums(problem, inputs, sizes, xp)
+        return [{"y": y if problem.moves == "reduce_scatter" else xp.concatenate(owners)} for y in owners]
+    xs = [data["x"] for data in inputs]
     if problem.multiplies_first:
-        xs = [weighted(x, data, 0) for x, data in zip(xs, inputs, strict=True)]
+        xs = [_product(problem, x, data, 0) for x, data in zip(xs, inputs, strict=True)]
     if problem.moves == "broadcast":
         arrived = [xs[problem.root]] * size
     elif problem.moves == "all_gather":
         arrived = [xp.concatenate(xs)] * size
     else:
-        arrived = [
-            xp.concatenate([xs[s][rows(sizes.pairs[s], r)] for s in range(size)]) for r in range(size)
-        ]  # fmt: skip
+        arrived = [xp.concatenate([xs[s][_rows(sizes.pairs[s], r)] for s in range(size)]) for r in range(size)]
     if problem.multiplies_first:
         return [{"y": y} for y in arrived]
-    results = []
-    for data, x in zip(inputs, arrived, strict=True):
-        result = {problem.kept: x} if problem.keep or not (problem.weights or problem.gradients) else {}
-        for i in range(len(problem.weights)):
-            result[problem.name("y", i)] = weighted(x, data, i)
-        for i, gradient in enumerate(problem.gradients):
-            h = data[problem.name("h", i)]
-            left, right = (h, x) if gradient.flipped else (x, h)
-            flat = left.reshape(prod(left.shape[:-1]), left.shape[-1])
-            result[problem.name("g", i)] = flat.T @ right.reshape(prod(right.shape[:-1]), right.shape[-1])
-        results.append(result)
-    return results
+    return [_results(problem, data, x) for data, x in zip(inputs, arrived, strict=True)]
+
+
+def _rows(counts: Sequence[int], i: int) -> slice:
+    return slice(sum(counts[:i]), sum(counts[: i + 1]))
+
+
+def _product(problem: Problem, x: Any, data: dict[str, Any], i: int) -> Any:
+    y = x @ data[problem.name("w", i)]
+    return y + data[problem.name("bias", i)] if problem.weights[i].bias else y
+
+
+def _reference_of_sums(problem: Problem, inputs: Sequence[dict[str, Any]], sizes: Sizes, xp: Any) -> list[Any]:
+    """The rows of the sum that each rank owns."""
+    biased = problem.multiplies_first and problem.weights[0].bias
+    if problem.multiplies_first:
+        terms = [data["x"] @ data["w"] for data in inputs]
+        summed = sum(terms[1:], terms[0])
+        if biased and problem.moves == "all_reduce":  # the bias is the same on all ranks
+            summed = summed + inputs[0]["bias"]
+    else:
+        summed = _reduced(problem, [data["x"] for data in inputs], xp)
+    owners = [summed[_rows(sizes.rows, r)] for r in range(problem.size)]
+    if biased and problem.moves == "reduce_scatter":
+        owners = [y + data["bias"] for y, data in zip(owners, inputs, strict=True)]
+    return owners
+
+
+def _results(problem: Problem, data: dict[str, Any], x: Any) -> dict[str, Any]:
+    """The outputs of a rank at which the rows x have arrived."""
+    result = {problem.kept: x} if problem.keep or not (problem.weights or problem.gradients) else {}
+    for i in range(len(problem.weights)):
+        result[problem.name("y", i)] = _product(problem, x, data, i)
+    for i, gradient in enumerate(problem.gradients):
+        h = data[problem.name("h", i)]
+        result[problem.name("g", i)] = _gradient(h, x) if gradient.flipped else _gradient(x, h)
+    return result
+
+
+def _gradient(left: Any, right: Any) -> Any:
+    """left.T @ right, with all dimensions but the last as one."""
+    left, right = (a.reshape(prod(a.shape[:-1]), a.shape[-1]) for a in (left, right))
+    return left.T @ right
 
 
 def _grouped_reference(
@@ -224,9 +240,7 @@ def _grouped_reference(
             g = result[problem.name("g", i)] = xp.zeros((len(experts), *problem.gradient_shape(i)), data["x"].dtype)
             for e in experts:
                 for x, y in zip([run[e] for run in arrived], [run[e] for run in h], strict=True):
-                    left, right = (y, x) if gradient.flipped else (x, y)
-                    left, right = (a.reshape(prod(a.shape[:-1]), a.shape[-1]) for a in (left, right))
-                    g[e] += left.T @ right
+                    g[e] += _gradient(y, x) if gradient.flipped else _gradient(x, y)
         results.append(result)
     return results
 

@@ -516,49 +516,52 @@ def problem(
     biases: Sequence[Form | None] = (),
     operands: Sequence[Form] = (),
     *,
-    flipped: bool = False,
-    keep: bool = False,
-    root: int = 0,
-    packed: bool = False,
-    op: str = "sum",
-    columns: Sequence[int] = (),
     experts: Sequence[int] = (),
+    **traits: Any,
 ) -> Problem:
     """The Problem of `operation` on these local tensors. Raises ShapeError, DtypeError or LayoutError.
 
-    With `columns` rank r gets `columns[r]` of the second dimension of x, or of the columns of a product, or has
-    `columns[r]` of those of x. In the last case x is that of all ranks together: it has all columns. With `experts`
-    rank r has `experts[r]` of them, and a weight has a matrix for each.
+    `traits` are `keep`, `root`, `packed`, `op` and `columns` of the Problem, and `flipped` of its gradients. With
+    `columns` rank r gets `columns[r]` of the second dimension of x, or of the columns of a product, or has `columns[r]`
+    of those of x. In the last case x is that of all ranks together: it has all columns. With `experts` rank r has
+    `experts[r]` of them, and a weight has a matrix for each.
     """
     if operation not in MEANING:
         raise LayoutError(f"unknown operation {quoted(operation, MEANING)}; known: {', '.join(MEANING)}")
+    op, columns = traits.get("op", "sum"), tuple(traits.get("columns", ()))
     if op != "sum" and op not in tuple(REDUCTIONS):
         raise LayoutError(f"{operation}: op={quoted(op, REDUCTIONS)} must be one of {', '.join(REDUCTIONS)}")
     meaning = MEANING[operation]
-    if not weights and is_flat(operation):
-        row: tuple[int, ...] = ()  # each element is a row
-    elif x.shape:
-        row = x.shape[1:]
-    else:
-        raise ShapeError(f"{operation}: x has no dimensions, so it has no rows to distribute")
-    if (weights or operands) and not row:
-        raise ShapeError(f"{operation}: x has the shape {x.shape}, but needs two dimensions or more: (rows, ..., k)")
+    row = _row_of(operation, x, bool(weights or operands), not weights and is_flat(operation))
     for i, h in enumerate(operands):
         if len(h.shape) < 2:
             name = argument("h", i, len(operands))
             raise ShapeError(
                 f"{operation}: {name} has the shape {h.shape}, but needs as many dimensions as x {x.shape}"
             )
-    operand_rows = operands and tuple(Form(h.shape[1:], h.dtype) for h in operands)
     for name, given, taken in (("columns", columns, meaning.deals), ("experts", experts, meaning.grouped)):
         if bool(given) != taken:
             raise LayoutError(f"{operation} {'needs' if taken else 'takes no'} {name}=")
+    if columns:
+        traits["columns"] = columns
     if experts:
         _check_experts(operation, size, row, weights, biases, experts)
-        weights = [Form(w.shape[1:], w.dtype) for w in weights]
-    others = tuple(weights), tuple(biases), tuple(operand_rows)
-    dealt = tuple(columns), tuple(experts)
-    return _problem(operation, size, row, x.dtype, *others, flipped, keep, root, packed, op, *dealt)
+        weights, traits["experts"] = [Form(w.shape[1:], w.dtype) for w in weights], tuple(experts)
+    operand_rows = operands and tuple(Form(h.shape[1:], h.dtype) for h in operands)
+    return _problem(operation, size, row, x.dtype, tuple(weights), tuple(biases), tuple(operand_rows), **traits)
+
+
+def _row_of(operation: str, x: Form, multiplies: bool, flat: bool) -> tuple[int, ...]:
+    """The shape of a row of x. `flat`: each element is a row."""
+    if flat:
+        row: tuple[int, ...] = ()
+    elif x.shape:
+        row = x.shape[1:]
+    else:
+        raise ShapeError(f"{operation}: x has no dimensions, so it has no rows to distribute")
+    if multiplies and not row:
+        raise ShapeError(f"{operation}: x has the shape {x.shape}, but needs two dimensions or more: (rows, ..., k)")
+    return row
 
 
 def argument(kind: str, i: int, count: int) -> str:
@@ -595,30 +598,38 @@ def _problem(
     weights: tuple[Form, ...],
     biases: tuple[Form | None, ...],
     operands: tuple[Form, ...],
-    flipped: bool,
-    keep: bool,
-    root: int,
-    packed: bool,
-    op: str,
-    columns: tuple[int, ...],
-    experts: tuple[int, ...],
+    flipped: bool = False,
+    **traits: Any,
 ) -> Problem:
     """The Problem of these shapes of rows. Calls that differ only in the number of rows share one object."""
-    if bool(weights) != (MEANING[operation].weight is not None) or len(biases) > len(weights):
+    alone, meaning = Problem(operation, size, dtype, row, **traits), MEANING[operation]  # without weights and gradients
+    if bool(weights) != (meaning.weight is not None) or len(biases) > len(weights):
         raise ShapeError(f"{operation} does not take {len(weights)} weights and {len(biases)} biases")
-    if MEANING[operation].moves in ("reduce_scatter", "all_reduce") and not columns:
-        _check_reduction(operation, op, dtype)
+    if meaning.moves in ("reduce_scatter", "all_reduce") and not alone.columns:
+        _check_reduction(operation, alone.op, dtype)
     if dtype in MOVED_ONLY and (weights or operands):
         wider = "an integer dtype" if dtype == "bool" else "a half type"
         raise DtypeError(f"{operation}: {dtype} cannot be multiplied; convert x to {wider}")
-    if not 0 <= root < size:
-        raise LayoutError(f"{operation}: root={root} must be a rank from 0 to {size - 1}")
+    if not 0 <= alone.root < size:
+        raise LayoutError(f"{operation}: root={alone.root} must be a rank from 0 to {size - 1}")
     for kind, forms in (("w", weights), ("bias", biases), ("h", operands)):
         for i, given in enumerate(forms):
             if given is not None and given.dtype != dtype:
                 name = argument(kind, i, len(forms))
                 raise DtypeError(f"{operation}: x is {dtype}, but {name} is {given.dtype}; convert one of them")
-    checked = []
+    multiplied = _weights_of(alone, weights, biases)
+    for h in operands:
+        if len(h.shape) != len(row) or h.shape[:-1] != row[:-1]:
+            raise ShapeError(f"{operation}: rows of x {row} and of h {h.shape} may differ only in the last dimension")
+    made = replace(alone, weights=multiplied, gradients=tuple(Gradient(h.shape, flipped) for h in operands))
+    if made.columns:
+        _check_columns(made)
+    return replace(made, packed=False) if made.deals_x else made
+
+
+def _weights_of(alone: Problem, weights: Sequence[Form], biases: Sequence[Form | None]) -> tuple[Weight, ...]:
+    """The weights of a problem that has none yet. Raises ShapeError if they or their biases do not fit."""
+    operation, row, made = alone.operation, alone.row, []
     for i, w in enumerate(weights):
         if len(w.shape) != 2 or w.shape[0] != row[-1]:
             other = (
@@ -631,18 +642,19 @@ def _problem(
         bias = biases[i] if i < len(biases) else None
         if bias is not None and bias.shape != w.shape[1:]:
             raise ShapeError(f"{operation}: the bias of w {w.shape} needs the shape {w.shape[1:]}, not {bias.shape}")
-        checked.append(Weight(w.shape[1], bias is not None))
-    for h in operands:
-        if len(h.shape) != len(row) or h.shape[:-1] != row[:-1]:
-            raise ShapeError(f"{operation}: rows of x {row} and of h {h.shape} may differ only in the last dimension")
-    gradients = tuple(Gradient(h.shape, flipped) for h in operands)
-    if columns:
-        is_product = MEANING[operation].family == "scatter"
-        dealt = (checked[0].columns,) if is_product else row[-1:] if checked else row[:1]
-        if len(columns) != size or (sum(columns),) != dealt:
-            raise LayoutError(f"{operation} of rows {row} on {size} ranks cannot split columns {list(columns)}")
-    made = Problem(operation, size, dtype, row, tuple(checked), gradients, keep, root, packed, op, columns, experts)
-    return replace(made, packed=False) if made.deals_x else made
+        made.append(Weight(w.shape[1], bias is not None))
+    return tuple(made)
+
+
+def _check_columns(made: Problem) -> None:
+    """Raise LayoutError if the columns are not those that are dealt, on all ranks together."""
+    if made.multiplies_first:
+        dealt: tuple[int, ...] = (made.weights[0].columns,)
+    else:
+        dealt = made.row[-1:] if made.weights else made.row[:1]
+    if len(made.columns) != made.size or (sum(made.columns),) != dealt:
+        words = f"of rows {made.row} on {made.size} ranks cannot split columns {list(made.columns)}"
+        raise LayoutError(f"{made.operation} {words}")
 
 
 def _check_reduction(operation: str, op: str, dtype: str) -> None:

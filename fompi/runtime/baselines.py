@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from time import perf_counter, sleep
-from typing import Any, NamedTuple
+from typing import Any
 
 from fompi.backends.base import Backend
 from fompi.base.errors import StateError
@@ -27,16 +27,6 @@ STORED_ONES = {"bfloat16": 0x3F80}
 
 Buffers are filled with ones, because NaN and denormal numbers slow some kernels down.
 """
-
-
-class ComputeTime(NamedTuple):
-    """Seconds of all kernels of one rank in program order (`seconds`), and of each kernel by its op (`by_op`).
-
-    Both are medians over the rounds.
-    """
-
-    seconds: float
-    by_op: dict[int, float]
 
 
 class _Done:
@@ -78,41 +68,27 @@ def compute_alone(
     arena: Any,
     kernels: Mapping[str, Callable[..., object]] | None = None,
     rounds: int = ROUNDS,
-) -> ComputeTime:
-    """Measure the kernels of a program in program order, without any message.
+) -> float:
+    """The seconds of the kernels of a program in program order, without any message: the median of the rounds.
 
-    `arena` gives host memory. `kernels` replaces kernels by name, as in `fompi.bind`.
+    `arena` gives host memory. `kernels` replaces kernels by name, as in `fompi.bind`. A device may run kernels that are
+    independent at the same time.
     """
     arrays = _memory(compiled, extents, backend, arena)
     actions = compiled.resolve(arrays, compiled.sized(extents).starts, backend, lambda *collective: None, kernels)
-    ops = [i for i, kind in enumerate(compiled.kinds) if kind == COMPUTE]
-    totals, by_op = [], []
+    ops, seconds = [i for i, kind in enumerate(compiled.kinds) if kind == COMPUTE], []
     for _ in range(rounds + 1):
-        begun = perf_counter()
-        by_op.append(_on_device(actions, ops, compiled.follows) if compiled.asynchronous else _on_host(actions, ops))
-        totals.append(perf_counter() - begun)
-    return ComputeTime(median(totals[1:]), {i: median(seconds[i] for seconds in by_op[1:]) for i in ops})
-
-
-def _on_host(actions: Sequence[Any], ops: Sequence[int]) -> dict[int, float]:
-    """Seconds of each kernel, one after the other."""
-    seconds = {}
-    for i in ops:
-        begun = perf_counter()
-        actions[i]()
-        seconds[i] = perf_counter() - begun
-    return seconds
-
-
-def _on_device(actions: Sequence[Any], ops: Sequence[int], follows: Sequence[Sequence[int]]) -> dict[int, float]:
-    """Seconds of each kernel on a device. It may run independent kernels at the same time."""
-    tokens: dict[int, Any] = {}
-    for i in ops:
-        tokens[i] = actions[i]([tokens[j] for j in follows[i]])
-    for token in tokens.values():
-        while not token.done():
-            sleep(max(0.0, min(1e-3, token.due - perf_counter() - 1e-4)))
-    return {i: token.due - token.begun for i, token in tokens.items()}
+        begun, tokens = perf_counter(), dict[int, Any]()
+        for i in ops:
+            if compiled.asynchronous:
+                tokens[i] = actions[i]([tokens[j] for j in compiled.follows[i]])
+            else:
+                actions[i]()
+        for token in tokens.values():
+            while not token.done():
+                sleep(max(0.0, min(1e-3, token.due - perf_counter() - 1e-4)))
+        seconds.append(perf_counter() - begun)
+    return median(seconds[1:])
 
 
 def messages_alone(
@@ -171,10 +147,10 @@ class Baselines:
             raise StateError(f"{self.compiled.title} has kernels of the user, which cannot be run alone")
         engine = self.comm.engine
         measured = compute_alone(self.compiled, extents, self.backend, engine.arena, self.kernels, rounds)
-        self._compute = extents, measured.seconds
+        self._compute = extents, measured
         if engine.report is not None:
-            engine.report.measured(self.compiled, extents, measured.seconds)
-        return measured.seconds
+            engine.report.measured(self.compiled, extents, measured)
+        return measured
 
     def messages(self, extents: Extents, rounds: int) -> float:
         """Measure the messages. Collective."""

@@ -16,7 +16,7 @@ from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.mpi import environment
 from fompi.plans.kernels import find
-from fompi.plans.plan import Collective, Plan, Send, parts_in_words
+from fompi.plans.plan import Buffer, Collective, Plan, Send, parts_in_words
 from fompi.plans.staged import for_device, is_mirror
 from fompi.runtime.bound_plan import BoundMemory, cut
 from fompi.runtime.compiled import Compiled
@@ -25,6 +25,7 @@ from fompi.runtime.executor import Executor
 from fompi.runtime.needs import remedy
 from fompi.tensors import dlpack
 from fompi.tensors.device_array import DeviceArray
+from fompi.tensors.dlpack import Tensor
 
 
 def check_tensors(plan: Plan, comm: Communicator, given: Mapping[str, Any], backend: Backend) -> BoundMemory:
@@ -44,47 +45,52 @@ def check_tensors(plan: Plan, comm: Communicator, given: Mapping[str, Any], back
         raise PlanError(f"bind({plan.problem.operation}) needs {', '.join(missing)}")
     sent = {c.buffer for op in program.ops if isinstance(op, (Send, Collective)) for c in op.reads}
     for name, tensor in borrowed.items():
-        buffer = named[name]
-        if tensor.device is not device:
-            where, wanted = (f"the {d.name}" if d is not None else "the host" for d in (tensor.device, device))
-            raise TensorError(f"{name} is on {where}, but the kernels run on {wanted}")
-        shape = buffer.shape(extents)
-        flat = plan.problem.flat and name in ("x", "y")
-        if tensor.dtype != buffer.dtype:
-            raise DtypeError(f"{name} is {tensor.dtype}, the plan has {buffer.dtype}")
+        flat, shape = plan.problem.flat and name in ("x", "y"), named[name].shape(extents)
+        _check_kind(named[name], tensor, device)
         if tensor.array.shape != shape and not (flat and tensor.array.size == shape[0]):
             raise ShapeError(f"{name} has the shape {tensor.array.shape}, the plan has {shape} on rank {comm.rank}")
-        dense = tensor.array.flags.c_contiguous
-        if buffer.is_output and tensor.readonly:
-            raise TensorError(f"{name} is an output, but its memory is read-only")
-        if not dense and (buffer.is_output or name in sent or flat):
+        if not tensor.array.flags.c_contiguous and (named[name].is_output or name in sent or flat):
             raise TensorError(
                 f"{name} is strided: pass a contiguous tensor, or make the plan with packed=True if x is strided"
             )
         if flat:
             if name == "y" or "y" not in borrowed:
                 shapes["y"] = plan.problem.result_shape(tensor.array.shape, comm.rank)
-            tensor = replace(tensor, array=tensor.array.reshape(shape))
-        borrowed[name] = tensor
+            borrowed[name] = replace(tensor, array=tensor.array.reshape(shape))
     for name, tensor in borrowed.items():
         for other in borrowed:
             if named[name].is_output and other != name and dlpack.overlap(tensor.array, borrowed[other].array):
                 raise TensorError(f"{name} shares memory with {other}")
-    arrays = {name: tensor.array for name, tensor in borrowed.items()}
-    for buffer in program.buffers:
-        if buffer.name not in arrays:
-            shape = buffer.shape(extents)
-            try:
-                arrays[buffer.name] = backend.empty(comm.engine.arena, shape, buffer.dtype, buffer.place)
-            except OutOfMemory as error:
-                taken = sum(
-                    a.nbytes for name, a in arrays.items() if name not in borrowed and isinstance(a, DeviceArray)
-                )
-                stage = partial(for_device, pairs=comm.paths(device).is_staged)
-                words = remedy(plan, plan.problem, extents, dict.fromkeys(borrowed), error.free + taken, stage)
-                arrays.clear()  # the traceback of the error keeps them
-                raise DeviceError(f"{error}. {words}") from error
-    return BoundMemory(borrowed, shapes, arrays, given)
+    return BoundMemory(borrowed, shapes, _arrays(plan, comm, borrowed, backend), given)
+
+
+def _check_kind(buffer: Buffer, tensor: Tensor, device: Any) -> None:
+    """Raise TensorError or DtypeError if the kernels cannot use the memory of a tensor as this buffer."""
+    name = buffer.name
+    if tensor.device is not device:
+        where, wanted = (f"the {d.name}" if d is not None else "the host" for d in (tensor.device, device))
+        raise TensorError(f"{name} is on {where}, but the kernels run on {wanted}")
+    if tensor.dtype != buffer.dtype:
+        raise DtypeError(f"{name} is {tensor.dtype}, the plan has {buffer.dtype}")
+    if buffer.is_output and tensor.readonly:
+        raise TensorError(f"{name} is an output, but its memory is read-only")
+
+
+def _arrays(plan: Plan, comm: Communicator, borrowed: Mapping[str, Tensor], backend: Backend) -> dict[str, Any]:
+    """Every buffer as an array: those of the tensors, and fresh memory. Raises DeviceError if there is none left."""
+    extents, arrays = plan.extents(comm.rank), {name: tensor.array for name, tensor in borrowed.items()}
+    for buffer in plan.programs[comm.rank].buffers:
+        if buffer.name in arrays:
+            continue
+        try:
+            arrays[buffer.name] = backend.empty(comm.engine.arena, buffer.shape(extents), buffer.dtype, buffer.place)
+        except OutOfMemory as error:
+            taken = sum(a.nbytes for name, a in arrays.items() if name not in borrowed and isinstance(a, DeviceArray))
+            stage = partial(for_device, pairs=comm.paths(backend.device).is_staged)
+            words = remedy(plan, plan.problem, extents, dict.fromkeys(borrowed), error.free + taken, stage)
+            arrays.clear()  # the traceback of the error keeps them
+            raise DeviceError(f"{error}. {words}") from error
+    return arrays
 
 
 def replaced_kernels(plan: Plan, kernels: Mapping[str, Callable[..., object]], backend: Backend) -> list[str]:

@@ -17,7 +17,7 @@ from fompi.backends.base import Token
 from fompi.engine.communicator import Communicator
 from fompi.engine.in_flight import EAGER_NBYTES
 from fompi.engine.tasks import QUIET, Task
-from fompi.mpi.paths import NOTHING, Paths
+from fompi.mpi.paths import NOTHING, Offer, Paths, Pull
 from fompi.plans.plan import MESSAGE_BITS
 from fompi.runtime.compiled import COMPUTE, NATIVE, SEND, Compiled
 from fompi.tensors.device_array import DeviceArray
@@ -153,40 +153,33 @@ class Dispatch(Task):
             if kind == COMPUTE:
                 if compiled.asynchronous and i not in compiled.by_caller:
                     self._enqueue(i, queue)
-                    continue
-                if self.is_small and compiled.merges[i]:
+                elif self.is_small and compiled.merges[i]:
                     queue.extend(self._merge(i))
-                    continue
-                if not (self.ready or self.ready_merges):
-                    engine.kernels_ready(self)
-                heappush(self.ready_merges if compiled.merges[i] else self.ready, i)
-                continue
-            if kind == NATIVE and not self.has_turn(i):
+                else:
+                    self._await_thread(i)
                 continue
             action = self.actions[i]
-            if self.error is not None and action is not None and self.is_held(i):
+            if (kind == NATIVE and not self.has_turn(i)) or (
+                self.error is not None and action is not None and self.is_held(i)
+            ):
                 continue
             self.begun[i] = perf_counter()
-            if kind == NATIVE:
-                if self.paths is not None and not self._may_move(i, action.reads, action.writes):
-                    continue
+            if kind == NATIVE and self.paths is None:
                 engine.post(action.start(), self, i)
                 self.native_started()
             elif action is None or ((self.sent or self.carried) and self._is_carried(i)):  # no rows, or it was carried
                 queue.extend(self._complete(i))
-            elif self.paths is not None:
-                if not self._move(i):
+            elif (
+                self.paths is not None
+                or (nbytes := action.nbytes) > self.comm.most_nbytes
+                or (urgency is not None and kind == SEND and nbytes > EAGER_NBYTES)
+            ):
+                if not self._start_specially(i):
                     continue
-            elif kind == SEND and urgency is not None and action.nbytes > EAGER_NBYTES:
-                self._send_in_turn(i, action)
             elif kind == SEND:
-                send = link.issend if compiled.is_paced and action.nbytes > EAGER_NBYTES else link.isend
-                if action.nbytes > self.comm.most_nbytes:
-                    self._post_parts(send, i)
-                elif engine.post_send(send(action, peers[i], self.tag + numbers[i]), action.nbytes, self, i):
+                send = link.issend if compiled.is_paced and nbytes > EAGER_NBYTES else link.isend
+                if engine.post_send(send(action, peers[i], self.tag + numbers[i]), nbytes, self, i):
                     queue.extend(self._complete(i))
-            elif action.nbytes > self.comm.most_nbytes:
-                self._post_parts(link.irecv, i)
             else:
                 engine.post(link.irecv(action, peers[i], self.tag + numbers[i]), self, i)
             for j in on_start[i]:
@@ -194,8 +187,32 @@ class Dispatch(Task):
                 if blockers[j] == 0:
                     queue.append(j)
 
+    def _start_specially(self, i: int) -> bool:
+        """Start what a device uses, what is too large for one message, or what goes in its turn. False: not yet."""
+        action, is_send = self.actions[i], self.compiled.kinds[i] == SEND
+        if self.compiled.kinds[i] == NATIVE:
+            if not self._may_move(i, action.reads, action.writes):
+                return False
+            self.comm.engine.post(action.start(), self, i)
+            self.native_started()
+        elif self.paths is not None:
+            return self._move(i)
+        elif is_send and self.comm.urgency is not None and action.nbytes > EAGER_NBYTES:
+            self._send_in_turn(i, action)
+        else:
+            self._post_parts(i, action)
+        return True
+
+    def _await_thread(self, i: int) -> None:
+        """A kernel on the host waits for a thread."""
+        if not (self.ready or self.ready_merges):
+            self.comm.engine.kernels_ready(self)
+        heappush(self.ready_merges if self.compiled.merges[i] else self.ready, i)
+
     def _is_carried(self, i: int) -> bool:
         """True if a header has carried message `i` (`fompi.engine.handshake`). Takes in what has arrived."""
+        if self.compiled.kinds[i] == NATIVE:
+            return False
         message = self.compiled.peers[i], self.compiled.numbers[i]
         if self.compiled.kinds[i] == SEND:
             return message in self.sent
@@ -206,27 +223,33 @@ class Dispatch(Task):
 
     def _send_in_turn(self, i: int, data: Any) -> None:
         """Send when nothing more urgent is on its way (`fompi.engine.port`)."""
-        link, compiled = self.comm.link, self.compiled
-        call, tag = link.issend if compiled.is_paced else link.isend, self.tag + compiled.numbers[i]
+        tag = self.tag + self.compiled.numbers[i]
         self.begun[i] = 0.0  # until then a wait does not report its receiver as missing
-        self.comm.send_in_turn(call, data, compiled.peers[i], tag, self, i)
+        self.comm.send_in_turn(self._call(i), data, self.compiled.peers[i], tag, self, i)
 
     def posted(self, key: int) -> None:
         self.begun[key] = perf_counter()
 
-    def _post_parts(self, call: Callable[[Any, int, int], Any], i: int, data: Any = None) -> None:
+    def _post_parts(self, i: int, data: Any) -> None:
         """Send or receive data that is too large for one message, in several messages.
 
         Both ranks cut the data at the same places. MPI keeps the order of messages that have the same tag.
         """
-        data, most, peer = data if data is not None else self.actions[i], self.comm.most_nbytes, self.compiled.peers[i]
+        call, most, peer = self._call(i), self.comm.most_nbytes, self.compiled.peers[i]
         tag = self.tag + self.compiled.numbers[i]
         parts = [data[at : at + most] for at in range(0, data.nbytes, most)]
         self.comm.engine.post_all([partial(call, part, peer, tag) for part in parts], self, i)
 
+    def _call(self, i: int) -> Callable[[Any, int, int], Any]:
+        """The function of the link for message `i`, which is no small one."""
+        link, compiled = self.comm.link, self.compiled
+        if compiled.kinds[i] != SEND:
+            return link.irecv
+        return link.issend if compiled.is_paced else link.isend
+
     def _move(self, i: int) -> bool:
         """Send or receive memory that a device uses. False: not yet (`is_held`)."""
-        paths, link, engine = self.paths, self.comm.link, self.comm.engine
+        paths, engine = self.paths, self.comm.engine
         assert paths is not None
         data, peer, is_send = self.actions[i], self.compiled.peers[i], self.compiled.kinds[i] == SEND
         tag, is_pulled = self.tag + self.compiled.numbers[i], paths.moves_by_ipc(peer)
@@ -240,21 +263,20 @@ class Dispatch(Task):
             handle = self._handle(i, data)
             if handle is None:
                 return False
-            engine.launched(paths.ipc.send(handle, peer, tag), self, i)
+            engine.launched(Offer(paths.link, handle, peer, tag), self, i)
             return True
         if is_pulled:
             target = data if isinstance(data, DeviceArray) and self.error is None else None
-            engine.launched(paths.ipc.recv(target, peer, tag, str(self.compiled.ops[i])), self, i)
+            engine.launched(Pull(paths, target, peer, tag, str(self.compiled.ops[i])), self, i)
             return True
-        call = link.irecv if not is_send else link.issend if self.compiled.is_paced else link.isend
         if isinstance(data, DeviceArray):
             data = paths.device.memory(data)
         if is_send and self.comm.urgency is not None and data.nbytes > EAGER_NBYTES:
             self._send_in_turn(i, data)
         elif data.nbytes > self.comm.most_nbytes:
-            self._post_parts(call, i, data)
+            self._post_parts(i, data)
         else:
-            engine.post(call(data, peer, tag), self, i)
+            engine.post(self._call(i)(data, peer, tag), self, i)
         return True
 
     def _is_mirrored(self, i: int, data: Any) -> bool:
@@ -292,7 +314,7 @@ class Dispatch(Task):
         """
         if isinstance(data, DeviceArray) and self.error is None and self.paths is not None:
             try:
-                return self.paths.ipc.handle(data)
+                return self.paths.handle(data)
             except Exception as error:
                 if not self._goes_on(i, error):
                     return None

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.base import Backend
+from fompi.backends.base import Backend, Token
 from fompi.base.errors import PlanError, StateError, WaitTimeout
 from fompi.base.layout import Extents, integer
 from fompi.engine.communicator import Communicator
@@ -330,15 +330,9 @@ class Executor(BoundPlan):
         refusal: Exception | None = None,
     ) -> None:
         """Start a call. `tensors` are those of this call, or `given` is its memory. With a `refusal` it fails."""
-        sizes = self.plan.sizes if counts is None else self._sizes_of(counts)
-        self.check_start(partial)
+        self._begin_to_start(partial, counts)
         if partial:
             partial = tuple(each for name in partial for each in self.compiled.named(name))
-        self._returned_at = None
-        if self._run is not None and not self._run.finished:
-            self._await(patient=True)
-        if sizes is not self._sizes and sizes != self._sizes:
-            self._use(sizes)
         if given is None and has_moved(self._seen):
             tensors = {**self._moved(), **(tensors or {})}
         if tensors:
@@ -353,18 +347,12 @@ class Executor(BoundPlan):
         whole = self._sizes is self.plan.sizes
         mark = None if label is None and whole else self._mark(label, whole)
         stamp, slot = self.comm.bound_call(self._instance, self._calls, mark)
-        engine = self.comm.engine
         if self._is_uploaded:
             for name in self._inputs:
                 if name not in partial:
                     self._upload(self._mine, name)
-        entry, failure, holds_all = None, None, False
-        if self._paths is not None:
-            holds_all = self._leave()
-            failure = self._copy_given(given) if given is not None and given.copied else None
-            entry, late = enter(engine, self.backend)
-            failure = failure or late
-        with engine.lock:
+        entry, failure, holds_all = (None, None, False) if self._paths is None else self._enter(given)
+        with self.comm.engine.lock:
             marked = None if mark is None else (label,)
             if refusal is None and self._in_c and self._runs_in_c(stamp, slot, given, awaited, unready, marked):
                 return
@@ -372,21 +360,45 @@ class Executor(BoundPlan):
             if mark is not None:
                 run.marked = True
                 self.comm.channel.mark(stamp, label, None if whole else self._sizes)
-            run.paths = self._paths
             if not unready:
                 run.announcing = self._announcing if given is None else given.announcing
             run.awaited = awaited  # first: else the helper thread may take a kernel, and two threads share the core
-            if engine.report is not None or self.comm.recording is not None:
-                run.on_finish = functools.partial(self._note, self.comm.recording, run, self._extents)
-            if given is not None:
-                run.held = given.owners
-            self._mark_written(given)
-            self.comm.note_start(self.compiled.title, stamp)
-            actions = self._actions if given is None else given.on.actions
+            actions = self._equip(run, given)
             run.start(actions, unready, self._is_long, self._is_small, refusal or failure, entry, holds_all)
         if refusal is not None:
-            engine.wake_helper()  # the call ends without this program
+            self.comm.engine.wake_helper()  # the call ends without this program
             raise refusal
+
+    def _begin_to_start(self, partial: tuple[str, ...], counts: Any) -> None:
+        """Check that a call may start, end the one before, and take the rows of this one."""
+        sizes = self.plan.sizes if counts is None else self._sizes_of(counts)
+        self.check_start(partial)
+        self._returned_at = None
+        if self._run is not None and not self._run.finished:
+            self._await(patient=True)
+        if sizes is not self._sizes and sizes != self._sizes:
+            self._use(sizes)
+
+    def _enter(self, given: Given | None) -> tuple[Token | None, Exception | None, bool]:
+        """A call on a device follows what the program has enqueued there: its token, or an error.
+
+        True: kernels of the last call may still run.
+        """
+        holds_all = self._leave()
+        failure = self._copy_given(given) if given is not None and given.copied else None
+        entry, late = enter(self.comm.engine, self.backend)
+        return entry, failure or late, holds_all
+
+    def _equip(self, run: Run, given: Given | None) -> list[Any]:
+        """Give a call in Python its memory, and who wants its trace. Returns what each op does."""
+        run.paths = self._paths
+        if self.comm.engine.report is not None or self.comm.recording is not None:
+            run.on_finish = functools.partial(self._note, self.comm.recording, run, self._extents)
+        if given is not None:
+            run.held = given.owners
+        self._mark_written(given)
+        self.comm.note_start(self.compiled.title, run.stamp)
+        return self._actions if given is None else given.on.actions
 
     @property
     def _mine(self) -> Mapping[str, Tensor]:

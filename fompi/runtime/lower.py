@@ -150,52 +150,38 @@ def with_agreement(plan: CallTable, rank: int, size: int, headers: Headers, in_p
     A header goes to each rank and comes from each, in the order of `Agreement._exchange`. It carries the first message
     to that rank that waits for nothing and fits. `in_place`: one op more, the last of all, copies y to x.
     """
-    nbytes, packet, tag, presumed = headers
-    peers, count = [peer for peer in range(size) if peer != rank], len(plan.buffers)
-    ops = np.zeros(2 * len(peers) + 1, OP)
-    outgoing = [*range(rank + 1, size), *range(rank)]
-    for op, kind, buffer, peer in zip(
-        ops,
-        [KIND[RECV]] * len(peers) + [KIND[SEND]] * len(peers),
-        [count + 1] * len(peers) + [count] * len(peers),
-        [*peers, *outgoing],
-        strict=False,
-    ):
-        is_send = kind == KIND[SEND]
-        op["kind"], op["peer"], op["number"], op["count"] = kind, peer, tag, nbytes if is_send else packet
-        op["flags"], op["buffers"][0], op["offsets"][0] = ABSOLUTE | TESTED * is_send, buffer, peer * packet
-    check, front = ops[-1], len(ops)
-    check["kind"], check["buffers"][:2], check["count"] = CHECK, (count + 1, count + 2), size * packet
-    check["number"], check["divisor"] = nbytes - WORD_NBYTES, packet
-    last = front - 1
-    begins, ends = _lists(plan.on_start), _lists(plan.on_done)
-    made, carried, carries = plan.ops.copy(), {}, [0] * size
-    if presumed:
-        carried = _carried(plan, packet - nbytes)
-        _may_be_carried(made, count + 1, headers)
+    nbytes, packet, _, presumed = headers
+    peers, outgoing, out = (
+        [*range(rank), *range(rank + 1, size)],
+        [*range(rank + 1, size), *range(rank)],
+        len(plan.buffers),
+    )
+    ahead = _exchange(peers, outgoing, out, headers)
+    front, last = len(ahead), len(ahead) - 1
+    ops = np.concatenate([ahead, plan.ops])
+    starts: list[list[int]] = [[] for _ in ahead] + _lists(plan.on_start, front)
+    dones = [[last] for _ in peers] + [[] for _ in (*outgoing, last)] + _lists(plan.on_done, front)
     blockers = np.concatenate([np.array([0] * last + [len(peers)], np.int32), plan.blockers])
     blockers[front + plan.first] = 1
-    for peer, i in carried.items():
-        send, op = len(peers) + outgoing.index(peer), made[i]
-        carries[peer] = presumed | int(op["number"])
-        ops[send]["count"] += op["count"]
-        made[i] = _packed(op, count, peer * packet + nbytes)
-        blockers[send], blockers[front + i] = 1, 0
-        ends[i].append(send - front)
-    received = [[last]] * len(peers) + [[]] * len(peers)
-    starts: list[list[int]] = [[]] * front + [[i + front for i in each] for each in begins]
-    awaiting = [i + front for i in plan.first if blockers[front + i]]
-    dones = [*received, awaiting, *([i + front for i in each] for each in ends)]
-    tail = np.zeros(int(in_place), OP)
+    carries = [0] * size
+    if presumed:
+        _may_be_carried(ops[front:], out + 1, headers)
+        for peer, i in _carried(plan, packet - nbytes).items():
+            send, at = len(peers) + outgoing.index(peer), front + i
+            carries[peer] = presumed | int(ops[at]["number"])
+            ops[send]["count"] += ops[at]["count"]
+            ops[at] = _packed(ops[at], out, peer * packet + nbytes)
+            blockers[send], blockers[at] = 1, 0
+            dones[at].append(send)
+    dones[last] = [front + i for i in plan.first.tolist() if blockers[front + i]]
     if in_place:
-        x, y = plan.buffers.index("x"), plan.buffers.index("y")
-        tail[0]["kind"], tail[0]["kernel"], tail[0]["buffers"] = KIND[COMPUTE], COPY, (y, y, x)
-        tail[0]["divisor"], tail[0]["count"] = 1, plan.nbytes[y]
-        at = len(dones)
-        starts, dones = [*starts, []], [*dones[:last], *([*each, at] for each in dones[last:]), []]
-    blockers = np.append(blockers, np.full(int(in_place), 1 + len(plan.ops), np.int32))
+        for each in dones[last:]:
+            each.append(len(ops))
+        starts, dones = [*starts, []], [*dones, []]
+        blockers = np.append(blockers, np.int32(1 + len(plan.ops)))
+        ops = np.append(ops, _copy_of(plan, "y", "x"))
     table = CallTable(
-        np.concatenate([ops, made, tail]),
+        ops,
         _edges(starts),
         _edges(dones),
         blockers,
@@ -204,6 +190,34 @@ def with_agreement(plan: CallTable, rank: int, size: int, headers: Headers, in_p
         np.concatenate([plan.nbytes, np.full(3, size * packet, np.int64)]),
     )
     return Agreed(table, front, carries)
+
+
+def _exchange(peers: Sequence[int], outgoing: Sequence[int], out: int, headers: Headers) -> Array:
+    """A receive from each rank, a send to each, and the check. `out`: the buffer of the headers that leave."""
+    nbytes, packet, tag, _ = headers
+    ops = np.zeros(2 * len(peers) + 1, OP)
+    for i, peer in enumerate((*peers, *outgoing)):
+        op, is_send = ops[i], i >= len(peers)
+        op["kind"], op["peer"], op["number"] = KIND[SEND if is_send else RECV], peer, tag
+        op["count"], op["flags"] = nbytes if is_send else packet, ABSOLUTE | TESTED * is_send
+        op["buffers"][0], op["offsets"][0] = out if is_send else out + 1, peer * packet
+    check = ops[-1]
+    check["kind"], check["buffers"][:2], check["count"] = CHECK, (out + 1, out + 2), (len(peers) + 1) * packet
+    check["number"], check["divisor"] = nbytes - WORD_NBYTES, packet
+    return ops
+
+
+def _copy_of(plan: CallTable, source: str, into: str) -> Array:
+    """An op that copies one buffer to another one."""
+    op, (y, x) = np.zeros(1, OP), map(plan.buffers.index, (source, into))
+    op["kind"], op["kernel"], op["buffers"], op["divisor"], op["count"] = (
+        KIND[COMPUTE],
+        COPY,
+        (y, y, x),
+        1,
+        plan.nbytes[y],
+    )
+    return op
 
 
 WORD_NBYTES = 8
@@ -280,9 +294,10 @@ def message_table(is_send: bool, peer: int, tag: int, header_nbytes: int, nbytes
     )
 
 
-def _lists(edges: tuple[Array, Array]) -> list[list[int]]:
+def _lists(edges: tuple[Array, Array], front: int) -> list[list[int]]:
+    """The lists of `_edges`, behind `front` ops more."""
     begins, to = edges
-    return [to[a:b].tolist() for a, b in pairwise(begins)]
+    return [(to[a:b] + front).tolist() for a, b in pairwise(begins)]
 
 
 def _kernel(compiled: Compiled, i: int, op: Any, kernels: Collection[str]) -> list[Place] | None:

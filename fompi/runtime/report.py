@@ -97,7 +97,7 @@ class Calls:
         if self.extents is not None:
             if self.kernels is None and self.compute_alone is None:
                 arena = self.comm.engine.arena
-                self.compute_alone = compute_alone(self.compiled, self.extents, self.backend, arena).seconds
+                self.compute_alone = compute_alone(self.compiled, self.extents, self.backend, arena)
             self.messages_alone = messages_alone(self.compiled, self.comm, self.extents, self.backend)
 
     def proof(self) -> Proof:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from ctypes import c_char
-from dataclasses import dataclass
 from functools import cache
 from math import prod
 from threading import Lock
@@ -31,24 +30,6 @@ class _Block(NamedTuple):
     nbytes: int
     address: int
     memory: np.ndarray  # owns the block; up to 64 bytes larger than `nbytes`, for the alignment
-
-
-@dataclass(frozen=True, slots=True)
-class ArenaStats:
-    """How many bytes of an arena are lent and free. Whole blocks are counted."""
-
-    lent_nbytes: int
-    free_nbytes: int
-    limit_nbytes: int  # `free_nbytes` never exceeds this
-
-    @property
-    def held_nbytes(self) -> int:
-        """Lent and free bytes together."""
-        return self.lent_nbytes + self.free_nbytes
-
-    def __str__(self) -> str:
-        lent, free, limit = (n / 2**20 for n in (self.lent_nbytes, self.free_nbytes, self.limit_nbytes))
-        return f"arena: {lent:.1f} MiB lent, {free:.1f} MiB free (keeps at most {limit:.1f})"
 
 
 class Arena:
@@ -94,10 +75,21 @@ class Arena:
         self._lent[block.address] = nbytes
         return np.ndarray(shape, dtype, lease)
 
-    def stats(self) -> ArenaStats:
-        """How many bytes are lent and free at this moment."""
+    @property
+    def lent_nbytes(self) -> int:
+        """The bytes of the blocks that are lent at this moment."""
         self._settle()
-        return ArenaStats(sum(list(self._lent.values())), self._free_nbytes(), self.limit_nbytes)
+        return sum(list(self._lent.values()))
+
+    @property
+    def free_nbytes(self) -> int:
+        """The bytes of the blocks that are free at this moment: never more than `limit_nbytes`."""
+        self._settle()
+        return self._free_nbytes()
+
+    def __str__(self) -> str:
+        lent, free, limit = (n / 2**20 for n in (self.lent_nbytes, self.free_nbytes, self.limit_nbytes))
+        return f"arena: {lent:.1f} MiB lent, {free:.1f} MiB free (keeps at most {limit:.1f})"
 
     def close(self) -> None:
         """Release all free blocks now, and every lent block when it is returned. Lent arrays stay valid."""

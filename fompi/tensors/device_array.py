@@ -31,6 +31,15 @@ class ForeignMemory:
         self.is_lent = True
 
 
+class Interface:
+    """An address and a shape, of which NumPy makes an array. The array keeps `owner` alive."""
+
+    __slots__ = ("__array_interface__", "owner")
+
+    def __init__(self, interface: dict[str, Any], owner: object = None):
+        self.__array_interface__, self.owner = interface, owner
+
+
 def _of(name: str) -> Any:
     return property(lambda array: getattr(array._at, name), doc=f"`{name}`, as NumPy has it.")
 

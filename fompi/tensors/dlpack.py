@@ -40,7 +40,7 @@ from fompi.tensors.capsules import (
     opened,
     rename,
 )
-from fompi.tensors.device_array import DeviceArray
+from fompi.tensors.device_array import DeviceArray, Interface
 
 # ── dtypes ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -305,7 +305,7 @@ def _borrow_cupy(x: Any, name: str) -> Tensor:
 def on_device(x: Any, device: Any) -> DeviceArray:
     """An array of CuPy as one of fompi, on the same memory of `device`."""
     interface = _interface(x.data.ptr, False, STORAGE[_known(x.dtype, "x")], x.shape, x.strides)
-    return DeviceArray.foreign(device, np.asarray(_Address(interface)), x)
+    return DeviceArray.foreign(device, np.asarray(Interface(interface)), x)
 
 
 def _borrow_cuda_interface(x: Any, name: str, framework: str) -> Tensor:
@@ -324,22 +324,13 @@ def _borrow_cuda_interface(x: Any, name: str, framework: str) -> Tensor:
         raise TensorError(f"{name} gives the stream 0 in __cuda_array_interface__, which may be two streams: 1 or 2")
     if stream is not None:
         device.arrived(stream)
-    at = np.asarray(_Address({**interface, "version": 3}))
+    at = np.asarray(Interface({**interface, "version": 3}))
     return Tensor(DeviceArray.foreign(device, at, x), dtype, framework, readonly, x)
 
 
 def _interface(ptr: int, readonly: bool, storage: np.dtype, shape: Any, strides: Any) -> dict[str, Any]:
     """The value of `__array_interface__`, with strides in bytes (None: in C order)."""
     return {"version": 3, "data": (ptr, readonly), "typestr": storage.str, "shape": shape, "strides": strides}
-
-
-class _Address:
-    """An address and a shape, for NumPy to make an array of it. Nobody may read its elements."""
-
-    __slots__ = ("__array_interface__",)
-
-    def __init__(self, interface: dict[str, Any]):
-        self.__array_interface__ = interface
 
 
 def _device(name: str, number: int | None = None) -> Any:
@@ -591,7 +582,9 @@ class LentOnDevice:
             self.array.device.lend_to(1 if stream is None else int(stream))
         memory: Any = self.array.memory
         memory.is_lent = True
-        return lent(np.asarray(_Held(self.array)), self.dtype, max_version, self.__dlpack_device__())
+        return lent(
+            np.asarray(Interface(self.array.interface, memory)), self.dtype, max_version, self.__dlpack_device__()
+        )
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -599,16 +592,6 @@ class LentOnDevice:
 
     def __repr__(self) -> str:
         return f"LentOnDevice({self.dtype}{list(self.array.shape)})"
-
-
-class _Held(_Address):
-    """The address of a DeviceArray. The array that NumPy makes of it keeps the memory alive."""
-
-    __slots__ = ("memory",)
-
-    def __init__(self, array: DeviceArray):
-        super().__init__(array.interface)
-        self.memory = array.memory
 
 
 def _module(name: str) -> ModuleType:

@@ -55,7 +55,7 @@ def test_arrays_that_cannot_be_taken():
         arena.take((3,), object)
     with pytest.raises(ValueError, match="negative"):
         arena.take((-3,), "float32")
-    assert arena.stats().lent_nbytes == 0
+    assert arena.lent_nbytes == 0
 
 
 def test_a_returned_block_is_used_again():
@@ -90,15 +90,15 @@ VIEWS = {
 def test_a_view_keeps_the_block(view):
     arena = Arena(MIB)
     array = arena.take((8, 8), "float32")
-    lent, block = arena.stats().lent_nbytes, address(array)
+    lent, block = arena.lent_nbytes, address(array)
     viewer = VIEWS[view](array)
     del array
     gc.collect()
-    assert arena.stats().lent_nbytes == lent
+    assert arena.lent_nbytes == lent
     assert address(arena.take((8, 8), "float32")) != block
     del viewer
     gc.collect()
-    assert arena.stats().lent_nbytes == 0
+    assert arena.lent_nbytes == 0
     arrays = [arena.take((8, 8), "float32") for _ in range(2)]
     assert block in [address(array) for array in arrays]
 
@@ -106,20 +106,20 @@ def test_a_view_keeps_the_block(view):
 def test_stats_count_whole_blocks():
     arena = Arena(MIB)
     a, b = arena.take((1000,), "uint8"), arena.take((5000,), "uint8")
-    assert (arena.stats().lent_nbytes, arena.stats().free_nbytes) == (1024 + 5120, 0)
+    assert (arena.lent_nbytes, arena.free_nbytes) == (1024 + 5120, 0)
     del a
-    assert (arena.stats().lent_nbytes, arena.stats().free_nbytes) == (5120, 1024)
-    assert arena.stats().held_nbytes == 1024 + 5120
+    assert (arena.lent_nbytes, arena.free_nbytes) == (5120, 1024)
+    assert arena.lent_nbytes + arena.free_nbytes == 1024 + 5120
     del b
-    assert str(arena.stats()) == "arena: 0.0 MiB lent, 0.0 MiB free (keeps at most 1.0)"
+    assert str(arena) == "arena: 0.0 MiB lent, 0.0 MiB free (keeps at most 1.0)"
 
 
 def test_free_blocks_stay_below_the_limit():
     arena = Arena(10 * 1024)
     arrays = [arena.take((1024,), "uint8") for _ in range(100)]
-    assert arena.stats().lent_nbytes == 100 * 1024
+    assert arena.lent_nbytes == 100 * 1024
     arrays.clear()
-    assert (arena.stats().lent_nbytes, arena.stats().free_nbytes) == (0, 10 * 1024)
+    assert (arena.lent_nbytes, arena.free_nbytes) == (0, 10 * 1024)
 
 
 def test_blocks_of_the_least_recently_used_size_are_dropped_first():
@@ -129,7 +129,7 @@ def test_blocks_of_the_least_recently_used_size_are_dropped_first():
     new = arena.take((2048,), "uint8")
     block = address(new)
     del new
-    assert arena.stats().free_nbytes == 8 * 1024
+    assert arena.free_nbytes == 8 * 1024
     assert address(arena.take((2048,), "uint8")) == block
 
 
@@ -137,19 +137,19 @@ def test_a_block_above_the_limit_is_not_kept_and_drops_no_other_block():
     arena = Arena(8 * 1024)
     arena.take((1024,), "uint8")
     arena.take((MIB,), "uint8")
-    assert arena.stats().free_nbytes == 1024
+    assert arena.free_nbytes == 1024
 
 
 def test_close_frees_now_and_later():
     with Arena(MIB) as arena:
         kept = arena.take((1024,), "uint8")
         arena.take((2048,), "uint8")
-        assert arena.stats().free_nbytes == 2048
-    assert arena.stats().free_nbytes == 0
+        assert arena.free_nbytes == 2048
+    assert arena.free_nbytes == 0
     kept[:] = 7  # lent arrays stay valid
     assert (kept == 7).all()
     del kept
-    assert arena.stats().held_nbytes == 0
+    assert arena.lent_nbytes + arena.free_nbytes == 0
 
 
 def test_an_array_outlives_its_arena():
@@ -164,8 +164,8 @@ def test_a_block_that_is_returned_while_the_lock_is_held_is_not_lost():
     array = arena.take((1024,), "uint8")
     with arena._settling:  # as if the garbage collector ran while this thread holds the lock
         del array
-        assert arena.stats().lent_nbytes == 0
-    assert arena.stats().free_nbytes == 1024
+        assert arena.lent_nbytes == 0
+    assert arena.free_nbytes == 1024
 
 
 def test_the_garbage_collector_may_run_at_any_allocation():
@@ -183,7 +183,7 @@ def test_the_garbage_collector_may_run_at_any_allocation():
         gc.set_threshold(*threshold)
     del node
     gc.collect()
-    assert arena.stats().lent_nbytes == 0
+    assert arena.lent_nbytes == 0
 
 
 def churn(arena, seed, steps):
@@ -202,7 +202,7 @@ def churn(arena, seed, steps):
 def test_no_two_live_arrays_share_memory():
     arena = Arena(50_000)
     churn(arena, 1, 5000)
-    assert arena.stats().lent_nbytes == 0 and arena.stats().free_nbytes <= 50_000
+    assert arena.lent_nbytes == 0 and arena.free_nbytes <= 50_000
 
 
 def test_threads():
@@ -220,7 +220,7 @@ def test_threads():
     for thread in threads:
         thread.join()
     assert failures == []
-    assert arena.stats().lent_nbytes == 0 and arena.stats().free_nbytes <= 50_000
+    assert arena.lent_nbytes == 0 and arena.free_nbytes <= 50_000
 
 
 def test_small_arrays_are_not_leased():
@@ -229,8 +229,8 @@ def test_small_arrays_are_not_leased():
             array = arena.take(shape, dtype)
             assert array.shape == shape and array.dtype == dtype and array.ctypes.data % 64 == 0
             array[...] = 7
-        assert arena.stats().held_nbytes == 0
+        assert arena.lent_nbytes + arena.free_nbytes == 0
         kept = arena.take((26,), "float32")
-        assert arena.stats().lent_nbytes == 128
+        assert arena.lent_nbytes == 128
         del kept
-        assert (arena.stats().lent_nbytes, arena.stats().free_nbytes) == (0, 128)
+        assert (arena.lent_nbytes, arena.free_nbytes) == (0, 128)

@@ -47,7 +47,7 @@ class Footprint:
         resident = Path("/proc/self/statm").read_text().split()[1]
         self.mebibytes = int(resident) * 4096 / 2**20
         self.requests = len(world.engine._requests)
-        self.lent = world.engine.arena.stats().lent_nbytes
+        self.lent = world.engine.arena.lent_nbytes
         self.plans = len(world.plans)
 
     def assert_not_larger_than(self, before):

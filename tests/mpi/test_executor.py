@@ -391,13 +391,13 @@ def test_many_executors_come_and_go(world):
     """None of them leaves memory behind."""
     x = np.ones(1000)
     plan = sum_plan(world, 1000)
-    before = world.engine.arena.stats().lent_nbytes
+    before = world.engine.arena.lent_nbytes
     for _ in range(50):
         with fompi.bind(plan, comm=world, x=x) as step:
             assert (step() == world.size).all()
     del step
     gc.collect()
-    assert world.engine.arena.stats().lent_nbytes <= before + 8192
+    assert world.engine.arena.lent_nbytes <= before + 8192
 
 
 def test_strided_rows_are_read_again_at_every_call(world):

@@ -501,19 +501,19 @@ def test_a_program_that_is_dropped_while_it_runs(tp, jit):
 def test_sites_die_with_the_program(tp, jit):
     """Memory goes back to the arena when the compiled function is freed."""
     collect()
-    sites, lent = len(ffi.SITES), tp.engine.arena.stats().lent_nbytes
+    sites, lent = len(ffi.SITES), tp.engine.arena.lent_nbytes
     program = jit(lambda x: fompi.jax.all_reduce(x, comm=tp))
     for _ in range(3):
         close(program(jnp.ones(1 << 12)), np.full(1 << 12, tp.size))
         collect()
-    assert len(ffi.SITES) == sites + 1 and tp.engine.arena.stats().lent_nbytes >= lent + (1 << 15)
+    assert len(ffi.SITES) == sites + 1 and tp.engine.arena.lent_nbytes >= lent + (1 << 15)
     compiled = program.lower(jnp.ones(1 << 12)).compile()
     del program
     collect()
     close(compiled(jnp.ones(1 << 12)), np.full(1 << 12, tp.size))  # it keeps its sites
     del compiled
     collect()
-    assert len(ffi.SITES) == sites and tp.engine.arena.stats().lent_nbytes == lent
+    assert len(ffi.SITES) == sites and tp.engine.arena.lent_nbytes == lent
 
 
 def test_clear_cache_frees_the_sites(tp):

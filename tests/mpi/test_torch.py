@@ -266,16 +266,16 @@ def test_dtypes(tp, dtype):
 def test_results_are_memory_of_the_arena(tp, no_collection):
     """A result is aligned and not copied. Its memory goes back to the arena as soon as the tensor is freed."""
     arena, nbytes = tp.engine.arena, tp.size * 8 << 14
-    before = arena.stats().lent_nbytes
+    before = arena.lent_nbytes
     y = fompi.all_gather(torch.ones(1 << 14, dtype=torch.float64), comm=tp)
     assert y.data_ptr() % 64 == 0 and y.nbytes == nbytes
-    lent = arena.stats().lent_nbytes
+    lent = arena.lent_nbytes
     assert lent >= before + nbytes
     view = y[5:7]
     del y
-    assert arena.stats().lent_nbytes == lent and view.tolist() == [1, 1]
+    assert arena.lent_nbytes == lent and view.tolist() == [1, 1]
     del view
-    assert arena.stats().lent_nbytes == before
+    assert arena.lent_nbytes == before
 
 
 def test_out_is_filled_in_place(tp):

@@ -16,8 +16,8 @@ HOUSE = Path(fompi.__file__).parent
 GLOSSARY = HOUSE.parent / "docs" / "reference" / "glossary.md"
 
 SEVERAL = {
-    "Stream": "the protocol of a device, and its two implementations",
-    "StreamEvent": "the protocol of a device, and its two implementations",
+    "Stream": "of the two devices",
+    "StreamEvent": "of the two devices",
     "Pipeline": "that of arrays, and that of modules of torch",
     "TrainingStep": "the same",
 }

@@ -29,10 +29,10 @@ _devices_lock = Lock()
 _chosen: dict[str, int] = {}
 
 local_rank: Callable[[], int] = lambda: 0  # noqa: E731
-"""The number of this process on its host. `fompi.ops.arguments` knows the launcher, and replaces it."""
+"""The number of this process on its host. `fompi.runtime.default_device` knows the launcher, and replaces it."""
 
 is_gpu_aware: Callable[[], bool] = lambda: False  # noqa: E731
-"""True if the MPI library takes memory of GPUs. `fompi.ops.arguments` replaces it."""
+"""True if the MPI library takes memory of GPUs. `fompi.runtime.default_device` replaces it."""
 
 
 def Device(kind: str = "software", **options: Any) -> Any:

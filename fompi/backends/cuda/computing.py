@@ -81,28 +81,28 @@ class Computing(NDArrayOperatorsMixin):
             form = function(*_stand_ins(args), **_stand_ins(options))
         forms = [*map(np.asarray, form if isinstance(form, (tuple, list)) else [form])]
         made = [self._new(each.shape, each.dtype) for each in forms]
-        put = _Operands((args, options))
+        operands = _arrays_in((args, options))
 
         def work(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-            of, named = put.back(reads)
+            of, named = _with((args, options), reads)
             value = function(*of, **named)
             for to, each in zip(writes, value if isinstance(value, (tuple, list)) else [value], strict=True):
                 np.copyto(to, each)
 
-        self._run(name, work, put.arrays, made)
+        self._run(name, work, operands, made)
         return type(form)(made) if isinstance(form, (tuple, list)) else made[0]
 
     def _into(self, name: str, function: Callable[..., Any], args: Any, options: dict[str, Any], out: Any) -> Any:
         """function(*args, out=out)"""
         with np.errstate(all="ignore"):
             function(*_stand_ins(args), **_stand_ins(options), out=np.zeros(out.shape, out.dtype))
-        put = _Operands((args, options))
+        operands = _arrays_in((args, options))
 
         def work(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-            of, named = put.back(reads)
+            of, named = _with((args, options), reads)
             function(*of, **named, out=writes[0])
 
-        self._run(name, work, put.arrays, [out])
+        self._run(name, work, operands, [out])
         return out
 
     def _write(
@@ -114,13 +114,13 @@ class Computing(NDArrayOperatorsMixin):
             raise TypeError(f"{name} cannot write what is on a device to {type(first).__name__}")
         with np.errstate(all="ignore"):
             function(np.zeros(first.shape, first.dtype), *_stand_ins(rest), **_stand_ins(options))
-        put = _Operands((rest, options))
+        operands = _arrays_in((rest, options))
 
         def work(reads: Sequence[Array], writes: Sequence[Array]) -> None:
-            of, named = put.back(reads)
+            of, named = _with((rest, options), reads)
             function(writes[0], *of, **named)
 
-        self._run(name, work, [*put.arrays, *[first] * adds], [first])
+        self._run(name, work, [*operands, *[first] * adds], [first])
 
     # -- elements
     def __getitem__(self, key: Any) -> Any:
@@ -190,27 +190,24 @@ for _name in METHODS:
     setattr(Computing, _name, _method(_name))
 
 
-class _Operands:
-    """The arrays of a device in nested arguments, and the way to put others in their place."""
+def _arrays_in(nested: Any) -> list[Any]:
+    """The arrays of a device in nested arguments, in their order. Raises TypeError if there are some of the host."""
+    arrays = []
 
-    def __init__(self, nested: Any):
-        self.arrays: list[Any] = []
+    def note(x: Any) -> None:
+        if isinstance(x, Computing):
+            arrays.append(x)
+        elif isinstance(x, np.ndarray) and x.ndim:
+            raise TypeError("an array of the host is no operand of a kernel: copy it to the device before the step")
 
-        def number(x: Any) -> Any:
-            if not isinstance(x, Computing):
-                return _checked(x)
-            self.arrays.append(x)
-            return _Place(len(self.arrays) - 1)
-
-        self._nested = _mapped(number, nested)
-
-    def back(self, arrays: Sequence[Array]) -> Any:
-        return _mapped(lambda x: arrays[x.number] if isinstance(x, _Place) else x, self._nested)
+    _mapped(note, nested)
+    return arrays
 
 
-class _Place:
-    def __init__(self, number: int):
-        self.number = number
+def _with(nested: Any, arrays: Sequence[Array]) -> Any:
+    """The nested arguments with these arrays in the place of those of a device."""
+    given = iter(arrays)
+    return _mapped(lambda x: next(given) if isinstance(x, Computing) else x, nested)
 
 
 def _mapped(f: Callable[[Any], Any], x: Any) -> Any:
@@ -220,12 +217,6 @@ def _mapped(f: Callable[[Any], Any], x: Any) -> Any:
     if isinstance(x, (list, tuple)):
         return type(x)(_mapped(f, each) for each in x)
     return f(x)
-
-
-def _checked(x: Any) -> Any:
-    if isinstance(x, np.ndarray) and x.ndim:
-        raise TypeError("an array of the host is no operand of a kernel: copy it to the device before the step")
-    return x
 
 
 def _ats(x: Any) -> Any:

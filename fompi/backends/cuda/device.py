@@ -39,43 +39,6 @@ class ProductCall(NamedTuple):
     write_dtypes: Sequence[str]
 
 
-class Announcer(Protocol):
-    """A kernel that computes several products, and raises a flag in page-locked memory after each of them."""
-
-    def enqueue(self, stream: Any) -> int:
-        """Give the kernel to a stream. Returns the epoch of this launch."""
-        ...
-
-    def is_raised(self, group: int, epoch: int) -> bool:
-        """True once the launch `epoch` has written all of product number `group`.
-
-        What the host enqueues or sends afterwards finds the product. What it has enqueued before does not wait for it.
-        """
-        ...
-
-
-class StreamEvent(Protocol):
-    """A mark in a stream."""
-
-    def done(self) -> bool:
-        """True once the stream has reached it. Raises DeviceError if the device has failed: it never waits for ever."""
-        ...
-
-
-class Stream(Protocol):
-    """A queue of a device. What is enqueued runs in order."""
-
-    name: str
-
-    def record(self, event: StreamEvent) -> StreamEvent:
-        """Put the mark `event` behind all that is enqueued. Returns it."""
-        ...
-
-    def wait(self, event: StreamEvent) -> None:
-        """What is enqueued from now on runs after `event`, which another stream has recorded."""
-        ...
-
-
 class Device(Protocol):
     """A device. Its arrays are DeviceArrays; page-locked host memory is a NumPy array."""
 
@@ -100,11 +63,18 @@ class Device(Protocol):
         ...
 
     def stream(self, name: str, priority: int = 0) -> Any:
-        """A new stream. A lower number is a higher priority."""
+        """A new stream, which runs what is enqueued in order. A lower number is a higher priority.
+
+        `record(event)` puts a mark behind all that is enqueued, and returns it. What is enqueued after `wait(event)`
+        runs after the mark of another stream.
+        """
         ...
 
     def event(self) -> Any:
-        """A new event, which no stream has recorded yet."""
+        """A new event, which no stream has recorded yet.
+
+        `done()` is True once the stream has reached it. DeviceError if the device has failed: it never waits for ever.
+        """
         ...
 
     def entry(self) -> Any:
@@ -135,8 +105,12 @@ class Device(Protocol):
         """The kernel `name` of `fompi.plans.kernels` on these arrays."""
         ...
 
-    def announced(self, products: Sequence[ProductCall], forced: bool, folder: Path | None) -> Announcer | None:
+    def announced(self, products: Sequence[ProductCall], forced: bool, folder: Path | None) -> Any:
         """One kernel for all of these products. They have the same weight. None: a kernel for each is better.
+
+        It raises a flag in page-locked memory after each product. `enqueue(stream)` returns the epoch of a launch.
+        `is_raised(group, epoch)` is True once that launch has written all of product number `group`: what the host
+        enqueues or sends afterwards finds it. What it has enqueued before does not wait for it.
 
         `forced`: the device need not show that the one kernel ends earlier. What it has measured is kept in `folder`.
         """

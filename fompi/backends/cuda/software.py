@@ -42,7 +42,7 @@ from fompi.backends.cuda.staging import HostMark, Staging
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import DeviceError, in_words
 from fompi.plans.kernels import find
-from fompi.tensors.device_array import DeviceArray, byte_bounds
+from fompi.tensors.device_array import DeviceArray, Interface, byte_bounds
 
 DELAY_SECONDS = 1e-4
 """The longest delay before a kernel or copy. The third power of a random number makes most delays short."""
@@ -122,22 +122,13 @@ class DeviceMemory(Span):
             self.device.reports.append(error)
 
 
-class _Shadow:
-    """Lets NumPy make an array, which then keeps the memory alive."""
-
-    __slots__ = ("__array_interface__", "memory")
-
-    def __init__(self, interface: dict[str, Any], memory: DeviceMemory):
-        self.__array_interface__, self.memory = interface, memory
-
-
 def seen(array: AnyArray) -> Array:
     """The array as kernels see it. An MPI library that knows the device would see the same."""
     if not isinstance(array, DeviceArray):
         return array
     memory: Any = array.memory
     data = array.ptr - memory.ptr + memory.shadow, False
-    shadow = np.asarray(_Shadow({**array.interface, "data": data}, memory))
+    shadow = np.asarray(Interface({**array.interface, "data": data}, memory))
     return shadow if shadow.dtype == array.dtype else shadow.view(array.dtype)  # dtypes of ml_dtypes
 
 
