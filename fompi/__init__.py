@@ -137,7 +137,7 @@ _prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.c
 
 DOORS.bind, DOORS.prepare = BoundCall, _prepare
 DOORS.differentiable = _late("fompi.torch.autograd", "differentiable")
-DOORS.strategy_of_torch = _late("fompi.torch.strategies", "differentiable")
+DOORS.strategy_of_torch = _late("fompi.torch.autograd", "attached")
 DOORS.modes_of_torch = _late("fompi.torch.private", "modes")
 DOORS.modes_of_jax = _late("fompi.jax.private", "modes")
 DOORS.attention_of_torch = _late("fompi.torch.attention", "attention_of_torch")

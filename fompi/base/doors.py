@@ -42,7 +42,7 @@ class Doors:
     """(strategy, args, options) -> the result, where torch.compile reads the call. `parallel` -> `torch`."""
 
     strategy_of_torch: Callable[..., Any] = closed
-    """(strategy, its tensors by name) -> the result, attached to autograd. `parallel` -> `torch`."""
+    """(the call of a strategy, its tensors) -> the result, attached to autograd. `parallel` -> `torch`."""
 
     modes_of_torch: Callable[[], Callable[[], Any]] = closed
     """() -> what makes a context with the modes of torch that this thread has. `parallel` -> `torch`."""

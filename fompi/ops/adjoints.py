@@ -52,7 +52,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from fompi.base.call_options import CallOptions
 from fompi.base.errors import FompiError, LayoutError, StateError, TensorError
@@ -66,12 +66,25 @@ from fompi.ops.pending import Pending
 from fompi.schedules.registry import can_carry_out
 
 
+class WithBackward(Protocol):
+    """A call as the adapter of a framework sees it: of an operation (`Call`), or of a strategy (`StrategyCall`)."""
+
+    keeps: bool
+    """True if the backward reads the tensors, which the framework keeps and passes to both methods."""
+
+    twice: bool
+    """True if the backward consists of operations: it has a derivative too, and takes None for a gradient of zeros."""
+
+    def forward(self, tensors: Sequence[Any]) -> Any:
+        """The result for these tensors, nested."""
+
+    def backward(self, tensors: Sequence[Any], grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
+        """The gradient of each tensor for which `needs` is True, from those of the tensors of the result."""
+
+
 @dataclass
 class Call:
-    """A differentiable call: `forward` runs it, `backward` computes the gradients of its tensors.
-
-    It keeps no tensor. The framework keeps them and passes them to both methods.
-    """
+    """A differentiable call of an operation (`WithBackward`). It keeps no tensor, only the rows of all ranks."""
 
     operation: Operation
     arguments: Arguments
@@ -87,6 +100,8 @@ class Call:
     _number: int = -1
     shape: tuple[int, ...] = ()
     """That of x."""
+
+    twice = True
 
     def __post_init__(self) -> None:
         if self.arguments.x is not ...:

@@ -4,7 +4,7 @@
     y, saved = f.forward(x, w, comm=tp)       # without a framework
     dx, dw = f.backward(saved, dy)
 
-One adapter makes every strategy differentiable in a framework: `fompi.torch.strategies`, `fompi.jax.strategies`.
+The adapter of a framework that makes an operation differentiable takes a call of a strategy, too (`StrategyCall`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter
+from itertools import repeat
 from typing import Any
 
 from fompi.base.call_options import OF_COMMUNICATOR, dtype_of
 from fompi.base.doors import DOORS
 from fompi.base.errors import ArgumentError, FompiError, PlanError
-from fompi.base.nested import flatten
+from fompi.base.nested import flatten, unflatten
 from fompi.base.wires import wire_of
 from fompi.engine.communicator import Carrier, Communicator
 from fompi.ops.operation import communicator_of, is_compiling
@@ -87,7 +88,7 @@ class Differentiable:
         given = self.read(args, options)
         leaves = flatten([given[name] for name in self.tensors])
         if "torch" in sys.modules and any(map(dlpack.requires_grad, leaves)):
-            return DOORS.strategy_of_torch(self, given)
+            return DOORS.strategy_of_torch(StrategyCall(self, given), leaves)
         if any(map(dlpack.is_tracer, leaves)):
             return DOORS.strategy_of_jax(self, given)
         return self.forward(**given)[0]
@@ -166,6 +167,33 @@ class Differentiable:
 
     def __repr__(self) -> str:
         return f"<{self.__module__}.{self.__name__}>"
+
+
+class StrategyCall:
+    """A call of a strategy as the adapters see it (`fompi.ops.adjoints.WithBackward`). It keeps what the forward saves.
+
+    `given` are its arguments by name. The tensors of `f.tensors`, and of `more`, which have no gradient, are passed to
+    `forward`: in a flat list, with None for each that is absent.
+    """
+
+    keeps, twice = True, False
+
+    def __init__(self, f: Differentiable, given: Mapping[str, Any], more: Sequence[str] = ()):
+        self.f, self._more = f, len(more)
+        self._names = (*f.tensors, *more)
+        self._like = unflatten([given[name] for name in self._names], repeat(None))
+        self._others = {name: value for name, value in given.items() if name not in self._names}
+        self._saved: Any = None
+
+    def forward(self, tensors: Sequence[Any]) -> Any:
+        nested = zip(self._names, unflatten(self._like, tensors), strict=True)
+        y, self._saved = self.f.forward(**self._others, **dict(nested))
+        return y
+
+    def backward(self, tensors: Sequence[Any], grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
+        """All gradients, on all ranks alike."""
+        gradients = self.f.backward(self._saved, grads[0] if len(grads) == 1 else tuple(grads))
+        return [*flatten(gradients), *(None for _ in range(self._more))]
 
 
 def _begun(backward_weight: Callable[[Any], Gradients]) -> Callable[[Any], Gradients]:
