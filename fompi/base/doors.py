@@ -36,10 +36,7 @@ class Doors:
     """Set `traced`, and hide from torch.compile what it must not read. `ops`, `parallel` -> `torch`."""
 
     traced: Callable[..., Any] = closed
-    """(operation, args, options) -> the result, where torch.compile reads the call. `ops` -> `torch`."""
-
-    traced_strategy: Callable[..., Any] = closed
-    """(strategy, args, options) -> the result, where torch.compile reads the call. `parallel` -> `torch`."""
+    """(operation or strategy, args, options) -> the result, where torch.compile reads the call. `ops` -> `torch`."""
 
     strategy_of_torch: Callable[..., Any] = closed
     """(the call of a strategy, its tensors) -> the result, attached to autograd. `parallel` -> `torch`."""

@@ -69,11 +69,13 @@ from fompi.schedules.registry import can_carry_out
 class WithBackward(Protocol):
     """A call as the adapter of a framework sees it: of an operation (`Call`), or of a strategy (`StrategyCall`)."""
 
-    keeps: bool
-    """True if the backward reads the tensors, which the framework keeps and passes to both methods."""
+    @property
+    def keeps(self) -> bool:
+        """True if the backward reads the tensors, which the framework keeps and passes to both methods."""
 
-    twice: bool
-    """True if the backward consists of operations: it has a derivative too, and takes None for a gradient of zeros."""
+    @property
+    def twice(self) -> bool:
+        """True if the backward consists of operations: it has a derivative too, and takes None for zeros."""
 
     def forward(self, tensors: Sequence[Any]) -> Any:
         """The result for these tensors, nested."""
@@ -90,8 +92,8 @@ class Call:
     arguments: Arguments
     comm: Any
     call_options: CallOptions
-    apply: Callable[[Operation, Arguments, Any, CallOptions], Any]
-    """Runs an operation of the backward, so that it can be differentiated again."""
+    apply: Callable[..., Any]
+    """Runs an operation of the backward, so that it can be differentiated again. It has the arguments of `applied`."""
 
     needs: Sequence[bool] = ()
     """For each tensor: is its gradient wanted? The ranks compare it."""
@@ -163,7 +165,7 @@ class Call:
         Its words name the forward. So the backward of one layer never meets the backward of another one.
         """
         if operation is sendrecv:
-            return self.apply(operation, operation.read(tensors, options)[0], self.comm, self.call_options)
+            return self.apply(operation, tensors, options, self.comm, self.call_options)
         if "dim" in operation.__signature__.parameters and "split_dim" not in options:
             options["dim"] = self.arguments.dim
         schedule = self.call_options.schedule
@@ -173,11 +175,28 @@ class Call:
             schedule = "auto"  # the schedule of the forward cannot carry out this operation
         number = f" (call {self._number})" if self._number >= 0 else ""
         words = f"in the backward of {self.operation.name}{number}"
-        arguments = replace(operation.read(tensors, options)[0], words=words)
         order = self.call_options.order
         if operation.name in SUMS and order != "any":  # each rank has one term of the gradient, whatever its leaves
             order = "ranks"
-        return self.apply(operation, arguments, self.comm, self.call_options._replace(schedule=schedule, order=order))
+        how = self.call_options._replace(schedule=schedule, order=order)
+        return self.apply(operation, tensors, options, self.comm, how, words)
+
+
+def applied(
+    operation: Operation,
+    tensors: Sequence[Any],
+    options: dict[str, Any],
+    comm: Any,
+    call_options: CallOptions,
+    words: str = "",
+) -> Any:
+    """The result of an operation of a backward, on these tensors and its own options."""
+    return operation.run(arguments_of(operation, tensors, options, words), comm, call_options)
+
+
+def arguments_of(operation: Operation, tensors: Sequence[Any], options: dict[str, Any], words: str) -> Arguments:
+    """The Arguments of such a call, whose words the ranks compare."""
+    return replace(operation.read(tuple(tensors), options)[0], words=words)
 
 
 CONVENTIONS = ("sum", "replicated")

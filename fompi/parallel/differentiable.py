@@ -15,7 +15,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter
-from itertools import repeat
+from itertools import repeat, zip_longest
 from typing import Any
 
 from fompi.base.call_options import OF_COMMUNICATOR, dtype_of
@@ -84,9 +84,9 @@ class Differentiable:
     def __call__(self, *args: Any, **options: Any) -> Any:
         if "torch._dynamo" in sys.modules and is_compiling():
             DOORS.prepare()
-            return DOORS.traced_strategy(self, args, options)
+            return DOORS.traced(self, args, options)
         given = self.read(args, options)
-        leaves = flatten([given[name] for name in self.tensors])
+        leaves = [t for t in flatten([given[name] for name in self.tensors]) if t is not None]
         if "torch" in sys.modules and any(map(dlpack.requires_grad, leaves)):
             return DOORS.strategy_of_torch(StrategyCall(self, given), leaves)
         if any(map(dlpack.is_tracer, leaves)):
@@ -172,28 +172,31 @@ class Differentiable:
 class StrategyCall:
     """A call of a strategy as the adapters see it (`fompi.ops.adjoints.WithBackward`). It keeps what the forward saves.
 
-    `given` are its arguments by name. The tensors of `f.tensors`, and of `more`, which have no gradient, are passed to
-    `forward`: in a flat list, with None for each that is absent.
+    `given` are its arguments by name. `forward` takes the tensors of those in `f.tensors` and in `more`, one behind the
+    other. Those in `more` have no gradient.
     """
 
     keeps, twice = True, False
 
     def __init__(self, f: Differentiable, given: Mapping[str, Any], more: Sequence[str] = ()):
-        self.f, self._more = f, len(more)
-        self._names = (*f.tensors, *more)
-        self._like = unflatten([given[name] for name in self._names], repeat(None))
+        self.f, self._names = f, (*f.tensors, *more)
+        nested = [given[name] for name in self._names]
+        self._is_there = [t is not None for t in flatten(nested)]
+        self._like = unflatten(nested, repeat(None))
         self._others = {name: value for name, value in given.items() if name not in self._names}
         self._saved: Any = None
 
     def forward(self, tensors: Sequence[Any]) -> Any:
-        nested = zip(self._names, unflatten(self._like, tensors), strict=True)
-        y, self._saved = self.f.forward(**self._others, **dict(nested))
+        rest = iter(tensors)
+        nested = unflatten(self._like, [next(rest) if is_there else None for is_there in self._is_there])
+        y, self._saved = self.f.forward(**self._others, **dict(zip(self._names, nested, strict=True)))
         return y
 
     def backward(self, tensors: Sequence[Any], grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
         """All gradients, on all ranks alike."""
-        gradients = self.f.backward(self._saved, grads[0] if len(grads) == 1 else tuple(grads))
-        return [*flatten(gradients), *(None for _ in range(self._more))]
+        gradients = flatten(self.f.backward(self._saved, grads[0] if len(grads) == 1 else tuple(grads)))
+        both = zip_longest(gradients, self._is_there)  # those of `more` are None
+        return [gradient for gradient, is_there in both if is_there]
 
 
 def _begun(backward_weight: Callable[[Any], Gradients]) -> Callable[[Any], Gradients]:

@@ -15,7 +15,7 @@ import torch
 from fompi.base.call_options import CallOptions
 from fompi.base.errors import TensorError
 from fompi.base.nested import flatten, unflatten
-from fompi.ops.adjoints import Call, WithBackward
+from fompi.ops.adjoints import Call, WithBackward, applied
 from fompi.ops.arguments import Arguments
 from fompi.ops.operation import Operation
 from fompi.tensors import dlpack
@@ -25,7 +25,7 @@ def differentiable(operation: Operation, arguments: Arguments, comm: Any, call_o
     """The result of the operation, attached to the graph of its tensors."""
     tensors = arguments.tensors
     needs = [getattr(tensor, "requires_grad", False) for tensor in tensors]
-    call = Call(operation, arguments, comm, call_options, Operation.run, needs)
+    call = Call(operation, arguments, comm, call_options, applied, needs)
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             kind = type(tensor).__name__
