@@ -20,7 +20,7 @@ from fompi.base.call_options import CallOptions
 from fompi.base.errors import LayoutError
 from fompi.base.nested import flatten
 from fompi.jax import private
-from fompi.jax.primitive import JaxReplicatedCall, call_of, under_trace
+from fompi.jax.primitive import call_of, shared, under_trace
 from fompi.jax.started import start
 from fompi.ops.adjoints import DIFFERENTIABLE, Call, arguments_of, check_convention
 from fompi.ops.arguments import Arguments
@@ -81,7 +81,7 @@ def _forward(call: Call, tensors: Sequence[Any], needs: Sequence[bool]) -> Any:
     inner = replace(call, needs=needs)
     if any(map(private.is_forward, tensors)):
         given = call.arguments.with_tensors(tensors)
-        convention = "replicated" if isinstance(call, JaxReplicatedCall) else "sum"
+        convention = "sum" if call.share is None else "replicated"
         site, result = under_trace(_applied, call.operation, given, call.comm, call.call_options, convention)
         inner = call_of(site)
     elif any(map(is_tracer, tensors)):
@@ -99,8 +99,8 @@ def run(
     tensors = arguments.tensors
     if private.is_staged(tensors) or any(map(private.is_forward, tensors)):
         return under_trace(_applied, operation, arguments, comm, call_options, gradient)[1]
-    kind = JaxReplicatedCall if gradient == "replicated" else Call
-    return attached(kind(operation, arguments, comm, call_options, _applied), tensors)
+    share = shared if gradient == "replicated" else None
+    return attached(Call(operation, arguments, comm, call_options, _applied, share=share), tensors)
 
 
 def _applied(

@@ -34,7 +34,7 @@ from fompi.base.nested import flatten, unflatten
 from fompi.jax import ffi, private
 from fompi.jax.ffi import Target
 from fompi.jax.sites import Apply, Half, Opaque, Site, site_of
-from fompi.ops.adjoints import Call, ReplicatedCall
+from fompi.ops.adjoints import Call
 from fompi.ops.arguments import Arguments
 from fompi.ops.operation import Operation
 from fompi.ops.operations import all_reduce
@@ -160,8 +160,8 @@ def no_gradient(operation: Operation[Any]) -> TensorError:
 
 def call_of(site: Site) -> Call:
     """The call of a site, for its backward."""
-    kind = JaxReplicatedCall if site.gradient == "replicated" else Call
-    call = kind(site.operation, site.arguments, site.comm, site.call_options, site.apply)
+    share = shared if site.gradient == "replicated" else None
+    call = Call(site.operation, site.arguments, site.comm, site.call_options, site.apply, share=share)
     call._extents, call._number, call.shape = site.extents, site.call, site.given[0].shape
     return call
 
@@ -187,15 +187,12 @@ def _transpose_call(cotangents: Sequence[Any], *inputs: Any, site: Site) -> list
     return [g if w else None for g, w in zip(gradients, wanted, strict=True)]
 
 
-class JaxReplicatedCall(ReplicatedCall):
-    """A call for `gradient="replicated"`."""
-
-    def shared(self, dy: Any) -> Any:
-        """dy, whose dual is an all-reduce."""
-        if not isinstance(dy, jax.core.Tracer):
-            return dy
-        _copy_ready()
-        return COPY.bind(dy, comm=self.comm, call_options=self.call_options, apply=self.apply)
+def shared(call: Call, dy: Any) -> Any:
+    """dy, whose dual is an all-reduce (`Call.share`)."""
+    if not isinstance(dy, jax.core.Tracer):
+        return dy
+    _copy_ready()
+    return COPY.bind(dy, comm=call.comm, call_options=call.call_options, apply=call.apply)
 
 
 @functools.cache

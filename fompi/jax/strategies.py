@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fompi.base.errors import LayoutError, StateError
+from fompi.base.errors import LayoutError
 from fompi.base.nested import flatten, unflatten
 from fompi.jax import ffi, private
 from fompi.jax.custom_vjp import attached
 from fompi.jax.primitive import CALL, ready
 from fompi.jax.sites import Opaque, form_of
-from fompi.parallel.differentiable import Differentiable, StrategyCall
+from fompi.parallel.differentiable import Differentiable, Forwards, StrategyCall
 from fompi.parallel.expert import moe
 from fompi.parallel.sequence import ring_attention, ulysses_attention, usp_attention
 from fompi.parallel.tensor import (
@@ -51,9 +51,6 @@ __all__ = [
     "vocab_parallel_cross_entropy",
     "vocab_parallel_embedding",
 ]
-
-MOST_KEPT = 256
-"""At most this many forwards of one call may wait for their backward. Of more than that the oldest are forgotten."""
 
 
 def differentiable(f: Differentiable, given: dict[str, Any]) -> Any:
@@ -140,33 +137,17 @@ class _Forward(Opaque):
     def __init__(self, call: StrategyCall, given: list[Form], results: list[Form], keeps: bool = False):
         super().__init__(call.f.__name__, given, [*results, Form((), "int32")] if keeps else results)
         self._call, self._keeps = call, keeps
-        self._numbers = itertools.count()
-        self._saved: dict[int, StrategyCall] = {}
-        self._used: set[int] = set()
+        self.forwards, self.used = Forwards(f"fompi.jax.{self.name}"), set[int]()
 
     def __call__(self, given: Sequence[Any], results: Sequence[Any]) -> None:
-        for number in self._used:
-            del self._saved[number]
-        self._used.clear()
+        while self.used:
+            self.forwards.forget(self.used.pop())
         call = copy.copy(self._call)
         ys = flatten(call.forward(_lent(given, self.given)))
         for array, tensor in zip(results, ys, strict=False):
             np.copyto(array, dlpack.borrow(tensor).array)
         if self._keeps:
-            number = next(self._numbers)
-            self._saved[number] = call
-            self._saved.pop(number - MOST_KEPT, None)
-            results[-1][...] = number
-
-    def take(self, number: int) -> StrategyCall:
-        """The call of a forward, with what it has kept."""
-        if number not in self._saved:
-            raise StateError(
-                f"the backward of fompi.jax.{self.name}: its forward is forgotten. Under jax.jit at most {MOST_KEPT} "
-                f"forwards of a call may wait for their backward"
-            )
-        self._used.add(number)
-        return self._saved[number]
+            results[-1][...] = self.forwards.put(call)
 
 
 class _Backward(Opaque):
@@ -179,6 +160,8 @@ class _Backward(Opaque):
 
     def __call__(self, given: Sequence[Any], results: Sequence[Any]) -> None:
         handle, *dys = given
-        gradients = self._forward.take(int(handle)).backward((), _lent(dys, self.given[1:]), ())
+        call = self._forward.forwards.take(int(handle))
+        self._forward.used.add(int(handle))
+        gradients = call.backward((), _lent(dys, self.given[1:]), ())
         for array, gradient in zip(results, (g for g in gradients if g is not None), strict=True):
             np.copyto(array, dlpack.borrow(gradient).array)

@@ -15,12 +15,12 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter
-from itertools import repeat, zip_longest
+from itertools import count, repeat, zip_longest
 from typing import Any
 
 from fompi.base.call_options import OF_COMMUNICATOR, dtype_of
 from fompi.base.doors import DOORS
-from fompi.base.errors import ArgumentError, FompiError, PlanError
+from fompi.base.errors import ArgumentError, FompiError, PlanError, StateError
 from fompi.base.nested import flatten, unflatten
 from fompi.base.wires import wire_of
 from fompi.engine.communicator import Carrier, Communicator
@@ -197,6 +197,38 @@ class StrategyCall:
         gradients = flatten(self.f.backward(self._saved, grads[0] if len(grads) == 1 else tuple(grads)))
         both = zip_longest(gradients, self._is_there)  # those of `more` are None
         return [gradient for gradient, is_there in both if is_there]
+
+
+MOST_KEPT = 256
+
+
+class Forwards:
+    """What the forwards of one call in compiled code have kept for their backwards, by number.
+
+    At most MOST_KEPT may wait. Of more than that the oldest are forgotten.
+    """
+
+    def __init__(self, name: str):
+        self.name, self.kept, self._numbers = name, dict[int, Any](), count()
+
+    def put(self, saved: Any) -> int:
+        """The number of a forward."""
+        number = next(self._numbers)
+        self.kept[number] = saved
+        self.forget(number - MOST_KEPT)
+        return number
+
+    def take(self, number: int) -> Any:
+        """What a forward has kept. Raises StateError if it is forgotten."""
+        if number not in self.kept:
+            raise StateError(
+                f"the backward of {self.name}: its forward is forgotten. In compiled code at most {MOST_KEPT} forwards "
+                f"of a call wait for their backward, which runs once under torch.compile"
+            )
+        return self.kept[number]
+
+    def forget(self, number: int) -> None:
+        self.kept.pop(number, None)
 
 
 def _begun(backward_weight: Callable[[Any], Gradients]) -> Callable[[Any], Gradients]:

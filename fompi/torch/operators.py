@@ -46,7 +46,6 @@ from fompi.ops.adjoints import (
     CONVENTIONS,
     DIFFERENTIABLE,
     Call,
-    ReplicatedCall,
     WithBackward,
     applied,
     check_convention,
@@ -54,7 +53,7 @@ from fompi.ops.adjoints import (
 from fompi.ops.arguments import SUMS, Arguments
 from fompi.ops.operation import Operation
 from fompi.parallel import expert, sequence, tensor
-from fompi.parallel.differentiable import COMMS, Differentiable, StrategyCall
+from fompi.parallel.differentiable import COMMS, Differentiable, Forwards, StrategyCall
 from fompi.parallel.section import Section
 from fompi.plans.meaning import MEANING
 from fompi.plans.tree import Canonical
@@ -152,6 +151,8 @@ class KeyedCall(NamedTuple):
     """The parameters of SIZES that are there, and how many numbers each has: for each run where rows go to experts."""
 
     options: dict[str, Any]
+    forwards: Forwards
+    """What forwards have kept. A backward runs once: compiled code allows no more."""
 
     def given(self, tensors: Sequence[Any], sizes: Sequence[Any] | None) -> dict[str, Any]:
         """The arguments of the call by name."""
@@ -186,7 +187,7 @@ def key_of(name: str, forms: tuple[Any, ...], lengths: tuple[Any, ...], names: t
     options = dict(zip(names, values, strict=True))
     key = f"{name}({options}), tensors {forms}, sizes {lengths}"
     if key not in CALLS:
-        CALLS[key] = KeyedCall(name, forms, lengths, options)
+        CALLS[key] = KeyedCall(name, forms, lengths, options, Forwards(name))
     return key
 
 
@@ -251,15 +252,9 @@ def _fake(key: str, tensors: Sequence[Any], sizes: Sequence[Any] | None, keeps: 
 def _keep(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
     """Keep what the adjoint needs."""
     given = _given(*inputs[:3])
-    a, kind = given.arguments, _SharedCall if given.gradient == "replicated" else Call
-    if a.op == "prod":
-        raise TensorError(
-            f'fompi.{given.operation.name}: op="prod" has no gradient: pass x.detach(), or sum logarithms'
-        )
-    known = rows_of(given).extents
-    apply = functools.partial(_applied, known, a.words)
-    tensors = a.tensors
-    ctx.call = kind(given.operation, a, given.comm, given.call_options, apply)
+    tensors, words, known = given.arguments.tensors, given.arguments.words, rows_of(given).extents
+    apply, share = functools.partial(_applied, known, words), _shared if given.gradient == "replicated" else None
+    ctx.call = Call(given.operation, given.arguments, given.comm, given.call_options, apply, share=share)
     ctx.call._extents = known
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*(tensors if ctx.call.keeps else ()))
@@ -301,11 +296,9 @@ def _applied(
     return applied(operation, tensors, options, comm, call_options, words) if reason else result
 
 
-class _SharedCall(ReplicatedCall):
-    """A call for `gradient="replicated"`."""
-
-    def shared(self, dy: torch.Tensor) -> torch.Tensor:
-        return attached(_Shared(self.comm), [dy]) if torch.is_grad_enabled() else dy
+def _shared(call: Call, dy: torch.Tensor) -> torch.Tensor:
+    """dy, whose gradient is the sum of all ranks (`Call.share`)."""
+    return attached(_Shared(call.comm), [dy]) if torch.is_grad_enabled() else dy
 
 
 class _Shared:
@@ -324,37 +317,6 @@ class _Shared:
 
 
 # -------------------------------------------------------------------------------------- a backward that is an operator
-
-MOST_KEPT = 256
-"""At most this many forwards of one call may wait for their backward. Of more than that the oldest are forgotten."""
-
-
-class _Forwards:
-    """What forwards have kept for their backwards, by number. A backward runs once: compiled code allows no more."""
-
-    def __init__(self) -> None:
-        self._numbers = itertools.count(1)
-        self._saved: dict[str, dict[int, Any]] = {}
-
-    def put(self, key: str, saved: Any) -> int:
-        """The number of a forward of this call."""
-        number, of_call = next(self._numbers), self._saved.setdefault(key, {})
-        of_call[number] = saved
-        if len(of_call) > MOST_KEPT:
-            del of_call[next(iter(of_call))]
-        return number
-
-    def take(self, key: str, number: int) -> Any:
-        saved = self._saved.get(key, {}).pop(number, None)
-        if saved is None:
-            raise StateError(
-                f"the backward of {CALLS[key].name}: its forward is forgotten. In compiled code a backward runs "
-                f"once, and at most {MOST_KEPT} forwards of a call wait for theirs"
-            )
-        return saved
-
-
-FORWARDS = _Forwards()
 
 
 def _call_of(name: str, given: dict[str, Any]) -> tuple[WithBackward, list[Any]]:
@@ -377,7 +339,7 @@ def _forward(key: str, tensors: Sequence[Any], sizes: Sequence[int] | None, keep
                 f"{name} in compiled code: the result has the shape {tuple(results[0].shape)}, but the program was "
                 f"compiled for {wanted[0]}: x must have as many rows on all ranks, or be padded"
             )
-    return [*results, torch.tensor(FORWARDS.put(key, (call, own)))] if keeps else results
+    return [*results, torch.tensor(CALLS[key].forwards.put((call, own)))] if keeps else results
 
 
 def _rows_first(y: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
@@ -395,7 +357,8 @@ def _backward(
     key: str, number: torch.Tensor, dys: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """The gradients of those of the tensors that have one."""
-    call, own = FORWARDS.take(key, int(number))
+    call, own = CALLS[key].forwards.take(int(number))
+    CALLS[key].forwards.forget(int(number))
     with torch.no_grad():
         gradients = call.backward(own, dys, [True] * len(own))
     return [g.contiguous() for g in gradients if g is not None]
@@ -645,7 +608,7 @@ def _public(operation: Operation[Any]) -> Callable[..., Any]:
             raise
         arguments, comm, how = operation.read(args, dict(options))
         try:
-            _check(name, arguments, gradient)
+            check_convention(name, gradient)
             if operation.name in GROUPED and arriving is not None:
                 raise LayoutError(f"{name} takes no arriving= for rows that go to experts")
             rows = None if arriving is None else list(map(index, arriving))
@@ -654,15 +617,18 @@ def _public(operation: Operation[Any]) -> Callable[..., Any]:
             raise
         if operation.name in GROUPED or how.certify:
             return operation.run(arguments, comm, how)  # no operator, but a node of autograd
-        if arguments.weights and "ws" in PARAMETERS[operation.name]:
+        if "ws" in PARAMETERS[operation.name]:
             args, options = args[:1], {**options, "ws": arguments.weights, "biases": arguments.biases}
         result, reason = of_call(operation, list(map(_plain, args)), _plain(options), gradient, rows)
-        if reason is not None:
-            with torch.no_grad():
-                return operation.run(arguments, comm, how)  # it refuses them
-        return result
+        if reason in REFUSED:
+            operation.refuse(TensorError(f"{name}{REFUSED[reason]}"), comm)
+        return result if reason is None else operation.run(arguments, comm, how)  # it refuses them
 
     return call
+
+
+REFUSED = {"out": " takes no out=", "tensor": ": all tensors must be torch tensors"}
+"""What `fompi.torch.<operation>` refuses, and the operation does not."""
 
 
 def _plain(value: Any) -> Any:
@@ -674,18 +640,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)) and not (value and isinstance(value[0], torch.Tensor)):
         return [_plain(each) for each in value]
     return int(value) if isinstance(value, np.integer) else value
-
-
-def _check(name: str, arguments: Arguments, gradient: str) -> None:
-    """Raise an error for what an operator cannot do, before it is called."""
-    check_convention(name, gradient)
-    if arguments.out is not None:
-        raise TensorError(f"{name} takes no out=")
-    for t in arguments.tensors:
-        if not isinstance(t, torch.Tensor):
-            raise TensorError(f"{name}: {type(t).__name__} is no torch tensor")
-    if arguments.op == "prod" and torch.is_grad_enabled() and arguments.x.requires_grad:
-        raise TensorError(f'{name}: op="prod" has no gradient: pass x.detach(), or sum logarithms')
 
 
 def replicated_matmul(x: torch.Tensor, w: torch.Tensor, *, bias: Any = None, comm: Any = None) -> torch.Tensor:

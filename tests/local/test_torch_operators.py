@@ -142,7 +142,7 @@ def test_errors_of_compiled_calls_are_those_of_the_operation(comm):
         compiled(lambda x: fompi.all_reduce(x, op="xor", comm=comm))(x)
     with pytest.raises(LayoutError, match="gradient='mean' must be 'sum' or 'replicated'"):
         fompi.torch.all_reduce(x, gradient="mean", comm=comm)
-    with pytest.raises(TensorError, match="ndarray is no torch tensor"):
+    with pytest.raises(TensorError, match="all tensors must be torch tensors"):
         fompi.torch.all_reduce(x.numpy(), comm=comm)
     with pytest.raises(TensorError, match="takes no out="):
         fompi.torch.all_reduce(x, out=x, comm=comm)
