@@ -454,7 +454,7 @@ def of_call(
         reason = _carry(name, given, gradient)
     if reason is None:
         reason = _look_at_tensors(name, given)
-    if reason is None and name in DIFFERENTIABLE:
+    if reason is None and name not in KEPT:
         reason = _look_at_values(name, given)
     if reason is not None:
         return None, reason

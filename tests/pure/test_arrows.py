@@ -196,7 +196,7 @@ def test_every_door_is_filled_and_listed():
     names = [name for cell in listed for name in re.findall(r"`(\w+)`", cell)]
     assert sorted(names) == sorted(field.name for field in fields(Doors))
     assert [
-        name for name in names if getattr(DOORS, name) is closed and name not in ("traced", "traced_strategy")
+        name for name in names if getattr(DOORS, name) is closed and name != "traced"
     ] == []
 
 
