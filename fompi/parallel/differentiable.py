@@ -13,15 +13,15 @@ import copy
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import Parameter
-from itertools import count, repeat, zip_longest
+from itertools import count, zip_longest
 from typing import Any
 
 from fompi.base.call_options import OF_COMMUNICATOR, dtype_of
 from fompi.base.doors import DOORS
 from fompi.base.errors import ArgumentError, FompiError, PlanError, StateError
-from fompi.base.nested import flatten, unflatten
+from fompi.base.nested import flatten
 from fompi.base.wires import wire_of
 from fompi.engine.communicator import Carrier, Communicator
 from fompi.ops.operation import communicator_of, is_compiling
@@ -180,23 +180,38 @@ class StrategyCall:
 
     def __init__(self, f: Differentiable, given: Mapping[str, Any], more: Sequence[str] = ()):
         self.f, self._names = f, (*f.tensors, *more)
-        nested = [given[name] for name in self._names]
-        self._is_there = [t is not None for t in flatten(nested)]
-        self._like = unflatten(nested, repeat(None))
+        self._forms = [form_of(given[name]) for name in self._names]
         self._others = {name: value for name, value in given.items() if name not in self._names}
         self._saved: Any = None
 
     def forward(self, tensors: Sequence[Any]) -> Any:
         rest = iter(tensors)
-        nested = unflatten(self._like, [next(rest) if is_there else None for is_there in self._is_there])
-        y, self._saved = self.f.forward(**self._others, **dict(zip(self._names, nested, strict=True)))
+        nested = {name: filled(form, rest) for name, form in zip(self._names, self._forms, strict=True)}
+        y, self._saved = self.f.forward(**self._others, **nested)
         return y
 
     def backward(self, tensors: Sequence[Any], grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
         """All gradients, on all ranks alike."""
         gradients = flatten(self.f.backward(self._saved, grads[0] if len(grads) == 1 else tuple(grads)))
-        both = zip_longest(gradients, self._is_there)  # those of `more` are None
+        both = zip_longest(gradients, flatten(self._forms))  # those of `more` are None
         return [gradient for gradient, is_there in both if is_there]
+
+
+Form = bool | tuple[bool, ...]
+"""Of an argument that is a tensor, several tensors or None: is there a tensor?"""
+
+
+def form_of(argument: Any) -> Form:
+    if isinstance(argument, (tuple, list)):
+        return tuple([t is not None for t in argument])
+    return argument is not None
+
+
+def filled(form: Form, tensors: Iterator[Any]) -> Any:
+    """An argument of this form."""
+    if isinstance(form, tuple):
+        return tuple([next(tensors) if is_there else None for is_there in form])
+    return next(tensors) if form else None
 
 
 MOST_KEPT = 256

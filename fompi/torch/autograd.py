@@ -60,7 +60,8 @@ class _Node(torch.autograd.Function):
     def forward(ctx: Any, call: WithBackward, results: list[Any], *tensors: Any) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(not call.twice)
-        ctx.save_for_backward(*(t if isinstance(t, torch.Tensor) else None for t in tensors if call.keeps))
+        if call.keeps:
+            ctx.save_for_backward(*tensors if call.twice else [t for t in tensors if isinstance(t, torch.Tensor)])
         result = call.forward(tensors)
         results.append(result)
         return tuple(flatten(result))
@@ -78,4 +79,4 @@ class _Node(torch.autograd.Function):
 
 def conjugate(t: torch.Tensor | None) -> torch.Tensor | None:
     """The complex conjugate. torch defines gradients with conjugates, the adjoints are written without them."""
-    return None if t is None else t.conj().resolve_conj()
+    return t if t is None or not t.is_complex() else t.conj().resolve_conj()

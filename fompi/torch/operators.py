@@ -53,7 +53,7 @@ from fompi.ops.adjoints import (
 from fompi.ops.arguments import SUMS, Arguments
 from fompi.ops.operation import Operation
 from fompi.parallel import expert, sequence, tensor
-from fompi.parallel.differentiable import COMMS, Differentiable, Forwards, StrategyCall
+from fompi.parallel.differentiable import COMMS, Differentiable, Form, Forwards, StrategyCall, filled, form_of
 from fompi.parallel.section import Section
 from fompi.plans.meaning import MEANING
 from fompi.plans.tree import Canonical
@@ -144,8 +144,8 @@ class KeyedCall(NamedTuple):
     """A call without its tensors and sizes."""
 
     name: str
-    forms: tuple[Any, ...]
-    """For each parameter of TENSORS: is there a tensor? A tuple of that for a list of tensors."""
+    forms: tuple[Form, ...]
+    """Of each parameter in TENSORS."""
 
     lengths: tuple[tuple[str, Any], ...]
     """The parameters of SIZES that are there, and how many numbers each has: for each run where rows go to experts."""
@@ -158,10 +158,7 @@ class KeyedCall(NamedTuple):
         """The arguments of the call by name."""
         rest, numbers, given = iter(tensors), iter(sizes or ()), dict(self.options)
         for name, form in zip(TENSORS[self.name], self.forms, strict=True):
-            if isinstance(form, tuple):
-                given[name] = tuple(next(rest) if is_there else None for is_there in form)
-            else:
-                given[name] = next(rest) if form else None
+            given[name] = filled(form, rest)
         for name, length in self.lengths:
             if isinstance(length, tuple):
                 given[name] = [list(itertools.islice(numbers, n)) for n in length]
@@ -470,12 +467,8 @@ def node(name: str, given: dict[str, Any]) -> Any:
     tensors: list[Any] = []
     for key in TENSORS[name]:
         value = given.pop(key, None)
-        if isinstance(value, (tuple, list)):
-            forms.append(tuple([t is not None for t in value]))
-            tensors += [t for t in value if t is not None]
-        else:
-            forms.append(value is not None)
-            tensors += [] if value is None else [value]
+        forms.append(form_of(value))
+        tensors += [t for t in (value if isinstance(value, (tuple, list)) else [value]) if t is not None]
     lengths: list[Any] = []
     sizes: list[Any] = []
     for key in SIZES:
@@ -521,7 +514,7 @@ def _bind(f: Any, args: Sequence[Any], given: dict[str, Any], gradient: str | No
 @private.run_by_the_compiler
 def carried_by(comm: Communicator, name: str, dtype: torch.dtype, op: str) -> tuple[tuple[str, Any], ...]:
     """The keywords of a call that its communicator carries, for tensors of this dtype."""
-    how = fitting(comm.how, torch.empty(0, dtype=dtype), op)
+    how = comm.how and fitting(comm.how, torch.empty(0, dtype=dtype), op)
     return tuple((key, value) for key, value in how.items() if key in PARAMETERS[name])
 
 
