@@ -128,8 +128,7 @@ def _late(module: str, name: str) -> Callable[..., Any]:
 
 def _prepare() -> None:
     """Prepare for torch.compile. It runs this function where it reads a call, as the mark below says, once."""
-    compiled = import_module("fompi.torch.compile")
-    DOORS.traced, DOORS.traced_strategy = compiled.traced, compiled.traced_strategy
+    DOORS.traced = import_module("fompi.torch.compile").traced
 
 
 _prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result, without torch
@@ -137,7 +136,7 @@ _prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.c
 
 DOORS.bind, DOORS.prepare = BoundCall, _prepare
 DOORS.differentiable = _late("fompi.torch.autograd", "differentiable")
-DOORS.strategy_of_torch = _late("fompi.torch.strategies", "differentiable")
+DOORS.strategy_of_torch = _late("fompi.torch.autograd", "attached")
 DOORS.modes_of_torch = _late("fompi.torch.private", "modes")
 DOORS.modes_of_jax = _late("fompi.jax.private", "modes")
 DOORS.attention_of_torch = _late("fompi.torch.attention", "attention_of_torch")

@@ -36,13 +36,10 @@ class Doors:
     """Set `traced`, and hide from torch.compile what it must not read. `ops`, `parallel` -> `torch`."""
 
     traced: Callable[..., Any] = closed
-    """(operation, args, options) -> the result, where torch.compile reads the call. `ops` -> `torch`."""
-
-    traced_strategy: Callable[..., Any] = closed
-    """(strategy, args, options) -> the result, where torch.compile reads the call. `parallel` -> `torch`."""
+    """(operation or strategy, args, options) -> the result, where torch.compile reads the call. `ops` -> `torch`."""
 
     strategy_of_torch: Callable[..., Any] = closed
-    """(strategy, its tensors by name) -> the result, attached to autograd. `parallel` -> `torch`."""
+    """(the call of a strategy, its tensors) -> the result, attached to autograd. `parallel` -> `torch`."""
 
     modes_of_torch: Callable[[], Callable[[], Any]] = closed
     """() -> what makes a context with the modes of torch that this thread has. `parallel` -> `torch`."""

@@ -7,9 +7,7 @@
 - `program`: `fompi.jax.jit`. `mpi4jax`: the names of mpi4jax, for programs that were written for it.
 - `primitive`: the operations on tracers, for `jax.jit` and `jax.vmap`; `started`: an operation in flight there.
 - `sites`: a call at one place of a compiled program; `ffi`: how the program calls it.
-- `replicated`: gradients of a loss that counts once.
 - `private`: the names of JAX that no document promises.
-- `parallel`: the names of the strategies.
 - `strategies`: a strategy of `fompi.parallel`, on arrays and on tracers. The strategy calls it by itself.
 
 This room may import the package jax, and all rooms from `base` to `parallel`. Only this room and `bench` import jax.
@@ -20,5 +18,5 @@ from fompi.base.extras import need
 need("jax")
 
 from fompi.jax.custom_vjp import *  # noqa: E402, F403
-from fompi.jax.parallel import *  # noqa: E402, F403
 from fompi.jax.program import jit as jit  # noqa: E402
+from fompi.jax.strategies import *  # noqa: E402, F403

@@ -13,16 +13,16 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from fompi.base.call_options import CallOptions
 from fompi.base.errors import LayoutError
 from fompi.base.nested import flatten
 from fompi.jax import private
-from fompi.jax.primitive import call_of, under_trace
-from fompi.jax.replicated import JaxReplicatedCall
+from fompi.jax.primitive import call_of, shared, under_trace
 from fompi.jax.started import start
-from fompi.ops.adjoints import DIFFERENTIABLE, Call, check_convention
+from fompi.ops.adjoints import DIFFERENTIABLE, Call, arguments_of, check_convention
 from fompi.ops.arguments import Arguments
 from fompi.ops.operation import Operation
 from fompi.tensors.dlpack import is_tracer
@@ -46,12 +46,8 @@ def _differentiable(operation: Operation[Any]) -> Any:
     return call
 
 
-def _apply(call: Call, tensors: Sequence[Any]) -> Any:
-    """The result of the call on these tensors, with a gradient.
-
-    In the grad of a grad, the tensors of the inner forward are tracers of the outer grad. Then the inner forward and
-    backward call this function again.
-    """
+def attached(call: Any, tensors: Sequence[Any]) -> Any:
+    """The result of a call (`fompi.ops.adjoints.WithBackward`) on these tensors, with a gradient."""
 
     @jax.custom_vjp
     def of_tensors(*tensors: Any) -> Any:
@@ -62,25 +58,38 @@ def _apply(call: Call, tensors: Sequence[Any]) -> Any:
     def forward(*primals: Any) -> Any:
         needs[:] = [p.perturbed for p in primals]
         tensors = [p.value for p in primals]
-        inner = replace(call, needs=needs)
-        if any(map(private.is_forward, tensors)):
-            given = call.arguments.with_tensors(tensors)
-            convention = "replicated" if isinstance(call, JaxReplicatedCall) else "sum"
-            site, result = under_trace(run, call.operation, given, call.comm, call.call_options, convention)
-            inner = call_of(site)
-        elif any(map(is_tracer, tensors)):
-            result = _apply(inner, tensors)
-        else:
-            result = inner.forward(tensors)
-        call.take(inner)
+        result = _forward(call, tensors, needs) if call.twice else call.forward(tensors)
         return result, tensors if call.keeps else [None] * len(tensors)
 
     def backward(tensors: Sequence[Any], grads: Any) -> tuple[Any, ...]:
-        gradients = [None if isinstance(g, SymbolicZero) else g for g in flatten(grads)]
+        gradients = flatten(grads)
+        for i, g in enumerate(gradients):
+            if isinstance(g, SymbolicZero):
+                gradients[i] = None if call.twice else jnp.zeros(g.shape, g.dtype)
         return tuple(call.backward(tensors, gradients, needs))
 
     of_tensors.defvjp(forward, backward, symbolic_zeros=True)
     return of_tensors(*tensors)
+
+
+def _forward(call: Call, tensors: Sequence[Any], needs: Sequence[bool]) -> Any:
+    """The result of an operation, whose backward comes.
+
+    In the grad of a grad, the tensors of the inner forward are tracers of the outer grad. Then the inner forward and
+    backward are differentiated again.
+    """
+    inner = replace(call, needs=needs)
+    if any(map(private.is_forward, tensors)):
+        given = call.arguments.with_tensors(tensors)
+        convention = "sum" if call.share is None else "replicated"
+        site, result = under_trace(_applied, call.operation, given, call.comm, call.call_options, convention)
+        inner = call_of(site)
+    elif any(map(is_tracer, tensors)):
+        result = attached(inner, tensors)
+    else:
+        result = inner.forward(tensors)
+    call.take(inner)
+    return result
 
 
 def run(
@@ -89,15 +98,22 @@ def run(
     """The result of a call, which JAX can differentiate."""
     tensors = arguments.tensors
     if private.is_staged(tensors) or any(map(private.is_forward, tensors)):
-        return under_trace(run, operation, arguments, comm, call_options, gradient)[1]
-    kind = JaxReplicatedCall if gradient == "replicated" else Call
-    return _apply(kind(operation, arguments, comm, call_options, _run), tensors)
+        return under_trace(_applied, operation, arguments, comm, call_options, gradient)[1]
+    share = shared if gradient == "replicated" else None
+    return attached(Call(operation, arguments, comm, call_options, _applied, share=share), tensors)
 
 
-def _run(
-    operation: Operation[Any], arguments: Arguments, comm: Any, call_options: CallOptions, gradient: str = "sum"
+def _applied(
+    operation: Operation[Any],
+    tensors: Sequence[Any],
+    options: dict[str, Any],
+    comm: Any,
+    call_options: CallOptions,
+    words: str = "",
+    gradient: str = "sum",
 ) -> Any:
     """The result of an operation of the backward."""
+    arguments = arguments_of(operation, tensors, options, words)
     if any(map(is_tracer, arguments.tensors)):
         return run(operation, arguments, comm, call_options, gradient)
     return operation.run(arguments, comm, call_options)

@@ -33,17 +33,20 @@ from fompi.base.errors import StateError, TensorError
 from fompi.base.nested import flatten, unflatten
 from fompi.jax import ffi, private
 from fompi.jax.ffi import Target
-from fompi.jax.replicated import JaxReplicatedCall
 from fompi.jax.sites import Apply, Half, Opaque, Site, site_of
 from fompi.ops.adjoints import Call
 from fompi.ops.arguments import Arguments
 from fompi.ops.operation import Operation
+from fompi.ops.operations import all_reduce
 from fompi.plans.meaning import is_flat
 from fompi.tensors import dlpack
 
 CALL = jax.extend.core.Primitive("fompi")
 TANGENT = jax.extend.core.Primitive("fompi_tangent")
 CALL.multiple_results = TANGENT.multiple_results = True
+
+COPY = jax.extend.core.Primitive("fompi_copy")
+"""The identity on a gradient that all ranks have alike. Its dual is an all-reduce: the sum of all ranks."""
 
 
 def under_trace(
@@ -157,8 +160,8 @@ def no_gradient(operation: Operation[Any]) -> TensorError:
 
 def call_of(site: Site) -> Call:
     """The call of a site, for its backward."""
-    kind = JaxReplicatedCall if site.gradient == "replicated" else Call
-    call = kind(site.operation, site.arguments, site.comm, site.call_options, site.apply)
+    share = shared if site.gradient == "replicated" else None
+    call = Call(site.operation, site.arguments, site.comm, site.call_options, site.apply, share=share)
     call._extents, call._number, call.shape = site.extents, site.call, site.given[0].shape
     return call
 
@@ -182,6 +185,24 @@ def _transpose_call(cotangents: Sequence[Any], *inputs: Any, site: Site) -> list
     kept = [None if w else t for w, t in zip(wanted, inputs, strict=True)]
     gradients = call_of(site).backward(kept, grads, wanted)
     return [g if w else None for g, w in zip(gradients, wanted, strict=True)]
+
+
+def shared(call: Call, dy: Any) -> Any:
+    """dy, whose dual is an all-reduce (`Call.share`)."""
+    if not isinstance(dy, jax.core.Tracer):
+        return dy
+    _copy_ready()
+    return COPY.bind(dy, comm=call.comm, call_options=call.call_options, apply=call.apply)
+
+
+@functools.cache
+def _copy_ready() -> None:
+    """Give the primitive its rules."""
+
+    def transpose(ct: Any, _: Any, *, comm: Any, call_options: CallOptions, apply: Any) -> list[Any]:
+        return [ct if private.is_zero(ct) else apply(all_reduce, (ct,), {}, comm, call_options, "", "replicated")]
+
+    private.register_copy(COPY, transpose)
 
 
 # -------------------------------------------------------------------------------------------------- forward mode

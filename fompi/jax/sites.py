@@ -44,7 +44,7 @@ from fompi.runtime.executor import Executor
 from fompi.tensors import dlpack
 
 Apply = Callable[..., Any]
-"""(operation, arguments, comm, call_options, gradient) -> the result, which JAX can differentiate."""
+"""(operation, tensors, options, comm, call_options, words, gradient) -> the result, which JAX can differentiate."""
 
 _NUMBERS = itertools.count()
 
@@ -69,7 +69,7 @@ class Site(Target):
     """The rows of all ranks."""
 
     apply: Apply
-    """Runs an operation of the backward (`fompi.jax.custom_vjp.run`)."""
+    """Runs an operation of the backward (`fompi.jax.custom_vjp`)."""
 
     call = -1
     """Which site of its communicator this is: a number that is the same on all ranks. -1: not all ranks have it."""

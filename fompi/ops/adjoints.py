@@ -52,7 +52,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from fompi.base.call_options import CallOptions
 from fompi.base.errors import FompiError, LayoutError, StateError, TensorError
@@ -66,27 +66,50 @@ from fompi.ops.pending import Pending
 from fompi.schedules.registry import can_carry_out
 
 
+class WithBackward(Protocol):
+    """A call as the adapter of a framework sees it: of an operation (`Call`), or of a strategy (`StrategyCall`)."""
+
+    @property
+    def keeps(self) -> bool:
+        """True if the backward reads the tensors, which the framework keeps and passes to both methods."""
+
+    @property
+    def twice(self) -> bool:
+        """True if the backward consists of operations: it has a derivative too, and takes None for zeros."""
+
+    def forward(self, tensors: Sequence[Any]) -> Any:
+        """The result for these tensors, nested."""
+
+    def backward(self, tensors: Sequence[Any], grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
+        """The gradient of each tensor for which `needs` is True, from those of the tensors of the result."""
+
+
 @dataclass
 class Call:
-    """A differentiable call: `forward` runs it, `backward` computes the gradients of its tensors.
-
-    It keeps no tensor. The framework keeps them and passes them to both methods.
-    """
+    """A differentiable call of an operation (`WithBackward`). It keeps no tensor, only the rows of all ranks."""
 
     operation: Operation
     arguments: Arguments
     comm: Any
     call_options: CallOptions
-    apply: Callable[[Operation, Arguments, Any, CallOptions], Any]
-    """Runs an operation of the backward, so that it can be differentiated again."""
+    apply: Callable[..., Any]
+    """Runs an operation of the backward, so that it can be differentiated again. It has the arguments of `applied`."""
 
     needs: Sequence[bool] = ()
     """For each tensor: is its gradient wanted? The ranks compare it."""
+
+    share: Callable[[Call, Any], Any] | None = None
+    """(call, dy) -> dy, whose gradient is the sum of those of all ranks, in the graph of a second derivative.
+
+    Given for a loss that all ranks compute alike, and that counts once (`_replicated`).
+    """
 
     _extents: Extents | None = None
     _number: int = -1
     shape: tuple[int, ...] = ()
     """That of x."""
+
+    twice = True
 
     def __post_init__(self) -> None:
         if self.arguments.x is not ...:
@@ -95,6 +118,7 @@ class Call:
         if any(self.needs):
             biased = tuple(b is not None for b in a.biases)
             a.words += _wanted(len(a.weights), biased, len(a.operands), tuple(self.needs), " " * bool(a.words))
+            a.words += " of a loss that counts once" * (self.share is not None)
 
     @property
     def keeps(self) -> bool:
@@ -122,6 +146,8 @@ class Call:
         if all(g is None for g in grads):
             return [None] * len(tensors)
         try:
+            if self.share is not None and self.operation.name in REPLICATED and grads[0] is not None:
+                return _replicated(self, arguments, self.share(self, grads[0]), grads, needs)
             return ADJOINTS[self.operation.name](self, arguments, grads, needs)
         except FompiError as error:
             text = str(error)
@@ -148,7 +174,7 @@ class Call:
         Its words name the forward. So the backward of one layer never meets the backward of another one.
         """
         if operation is sendrecv:
-            return self.apply(operation, operation.read(tensors, options)[0], self.comm, self.call_options)
+            return self.apply(operation, tensors, options, self.comm, self.call_options)
         if "dim" in operation.__signature__.parameters and "split_dim" not in options:
             options["dim"] = self.arguments.dim
         schedule = self.call_options.schedule
@@ -158,11 +184,28 @@ class Call:
             schedule = "auto"  # the schedule of the forward cannot carry out this operation
         number = f" (call {self._number})" if self._number >= 0 else ""
         words = f"in the backward of {self.operation.name}{number}"
-        arguments = replace(operation.read(tensors, options)[0], words=words)
         order = self.call_options.order
         if operation.name in SUMS and order != "any":  # each rank has one term of the gradient, whatever its leaves
             order = "ranks"
-        return self.apply(operation, arguments, self.comm, self.call_options._replace(schedule=schedule, order=order))
+        how = self.call_options._replace(schedule=schedule, order=order)
+        return self.apply(operation, tensors, options, self.comm, how, words)
+
+
+def applied(
+    operation: Operation,
+    tensors: Sequence[Any],
+    options: dict[str, Any],
+    comm: Any,
+    call_options: CallOptions,
+    words: str = "",
+) -> Any:
+    """The result of an operation of a backward, on these tensors and its own options."""
+    return operation.run(arguments_of(operation, tensors, options, words), comm, call_options)
+
+
+def arguments_of(operation: Operation, tensors: Sequence[Any], options: dict[str, Any], words: str) -> Arguments:
+    """The Arguments of such a call, whose words the ranks compare."""
+    return replace(operation.read(tuple(tensors), options)[0], words=words)
 
 
 CONVENTIONS = ("sum", "replicated")
@@ -179,8 +222,8 @@ REPLICATED = ("all_reduce", "all_gather", "broadcast", "matmul_all_reduce", "all
 """The operations whose (first) result is the same on all ranks."""
 
 
-class ReplicatedCall(Call):
-    """A call whose replicated result has a loss that all ranks compute alike and that counts once.
+def _replicated(call: Call, a: Arguments, dy: Any, grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
+    """The backward for a loss that all ranks compute alike, and that counts once: `gradient="replicated"`.
 
     There dy is the same on all ranks, and the backward need not sum it:
 
@@ -193,43 +236,28 @@ class ReplicatedCall(Call):
 
     It sends messages only for a maximum or minimum, to find the terms that are equal to it.
     """
+    name = call.operation.name
+    if name == "all_reduce":
+        return [_of_term(call, a, dy)]
+    if name == "broadcast":
+        return [dy if call.extents.rank == a.root else _zeros(dy)]
+    if name == "all_gather":
+        return [_mine(call, dy)]
+    if name == "matmul_all_reduce":
+        (w,) = a.weights
+        dx = dy @ w.T if needs[0] else None
+        dw = _rows(a.x).T @ _rows(dy) if needs[1] else None
+        return [dx, dw, *_bias(a, dy)]
+    rest = ADJOINTS[name](call, a, [None, *grads[1:]], needs)  # all_gather_matmul_many
+    dx = _mine(call, dy) if needs[0] else None
+    return [dx if rest[0] is None else rest[0] + dx, *rest[1:]]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if any(self.needs):
-            self.arguments.words += " of a loss that counts once"
 
-    def shared(self, dy: Any) -> Any:
-        """dy, in the graph of a second derivative: the gradient of dy is the sum of those of all ranks."""
-        return dy
-
-    def backward(self, tensors: Sequence[Any], grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
-        name, a, extents = self.operation.name, self.arguments.with_tensors(tensors), self.extents
-        if all(g is None for g in grads):
-            return [None] * len(tensors)
-        dy = self.shared(grads[0]) if name in REPLICATED and grads[0] is not None else grads[0]
-        if name == "all_reduce":
-            return [_of_term(self, a, dy)]
-        if name == "broadcast":
-            return [dy if extents.rank == a.root else _zeros(dy)]
-        if name == "all_gather":
-            return [self._mine(dy)]
-        if name == "matmul_all_reduce":
-            (w,) = a.weights
-            dx = dy @ w.T if needs[0] else None
-            dw = _rows(a.x).T @ _rows(dy) if needs[1] else None
-            return [dx, dw, *_bias(a, dy)]
-        if name == "all_gather_matmul_many" and dy is not None:
-            rest = super().backward(tensors, [None, *grads[1:]], needs)
-            dx = self._mine(dy) if needs[0] else None
-            return [dx if rest[0] is None else rest[0] + dx, *rest[1:]]
-        return super().backward(tensors, grads, needs)
-
-    def _mine(self, dy: Any) -> Any:
-        """The rows of dy that came from this rank."""
-        rows, rank = self.extents.rows, self.extents.rank
-        first = sum(rows[:rank])
-        return dy[(slice(None),) * (self.arguments.dim % dy.ndim) + (slice(first, first + rows[rank]),)]
+def _mine(call: Call, dy: Any) -> Any:
+    """The rows of dy that came from this rank."""
+    rows, rank = call.extents.rows, call.extents.rank
+    first = sum(rows[:rank])
+    return dy[(slice(None),) * (call.arguments.dim % dy.ndim) + (slice(first, first + rows[rank]),)]
 
 
 def _rows(x: Any) -> Any:

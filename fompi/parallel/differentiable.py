@@ -4,7 +4,7 @@
     y, saved = f.forward(x, w, comm=tp)       # without a framework
     dx, dw = f.backward(saved, dy)
 
-One adapter makes every strategy differentiable in a framework: `fompi.torch.strategies`, `fompi.jax.strategies`.
+The adapter of a framework that makes an operation differentiable takes a call of a strategy, too (`StrategyCall`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import copy
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import Parameter
+from itertools import count, zip_longest
 from typing import Any
 
 from fompi.base.call_options import OF_COMMUNICATOR, dtype_of
 from fompi.base.doors import DOORS
-from fompi.base.errors import ArgumentError, FompiError, PlanError
+from fompi.base.errors import ArgumentError, FompiError, PlanError, StateError
 from fompi.base.nested import flatten
 from fompi.base.wires import wire_of
 from fompi.engine.communicator import Carrier, Communicator
@@ -83,11 +84,11 @@ class Differentiable:
     def __call__(self, *args: Any, **options: Any) -> Any:
         if "torch._dynamo" in sys.modules and is_compiling():
             DOORS.prepare()
-            return DOORS.traced_strategy(self, args, options)
+            return DOORS.traced(self, args, options)
         given = self.read(args, options)
-        leaves = flatten([given[name] for name in self.tensors])
+        leaves = [t for t in flatten([given[name] for name in self.tensors]) if t is not None]
         if "torch" in sys.modules and any(map(dlpack.requires_grad, leaves)):
-            return DOORS.strategy_of_torch(self, given)
+            return DOORS.strategy_of_torch(StrategyCall(self, given), leaves)
         if any(map(dlpack.is_tracer, leaves)):
             return DOORS.strategy_of_jax(self, given)
         return self.forward(**given)[0]
@@ -166,6 +167,83 @@ class Differentiable:
 
     def __repr__(self) -> str:
         return f"<{self.__module__}.{self.__name__}>"
+
+
+class StrategyCall:
+    """A call of a strategy as the adapters see it (`fompi.ops.adjoints.WithBackward`). It keeps what the forward saves.
+
+    `given` are its arguments by name. `forward` takes the tensors of those in `f.tensors` and in `more`, one behind the
+    other. Those in `more` have no gradient.
+    """
+
+    keeps, twice = True, False
+
+    def __init__(self, f: Differentiable, given: Mapping[str, Any], more: Sequence[str] = ()):
+        self.f, self._names = f, (*f.tensors, *more)
+        self._forms = [form_of(given[name]) for name in self._names]
+        self._others = {name: value for name, value in given.items() if name not in self._names}
+        self._saved: Any = None
+
+    def forward(self, tensors: Sequence[Any]) -> Any:
+        rest = iter(tensors)
+        nested = {name: filled(form, rest) for name, form in zip(self._names, self._forms, strict=True)}
+        y, self._saved = self.f.forward(**self._others, **nested)
+        return y
+
+    def backward(self, tensors: Sequence[Any], grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
+        """All gradients, on all ranks alike."""
+        gradients = flatten(self.f.backward(self._saved, grads[0] if len(grads) == 1 else tuple(grads)))
+        both = zip_longest(gradients, flatten(self._forms))  # those of `more` are None
+        return [gradient for gradient, is_there in both if is_there]
+
+
+Form = bool | tuple[bool, ...]
+"""Of an argument that is a tensor, several tensors or None: is there a tensor?"""
+
+
+def form_of(argument: Any) -> Form:
+    if isinstance(argument, (tuple, list)):
+        return tuple([t is not None for t in argument])
+    return argument is not None
+
+
+def filled(form: Form, tensors: Iterator[Any]) -> Any:
+    """An argument of this form."""
+    if isinstance(form, tuple):
+        return tuple([next(tensors) if is_there else None for is_there in form])
+    return next(tensors) if form else None
+
+
+MOST_KEPT = 256
+
+
+class Forwards:
+    """What the forwards of one call in compiled code have kept for their backwards, by number.
+
+    At most MOST_KEPT may wait. Of more than that the oldest are forgotten.
+    """
+
+    def __init__(self, name: str):
+        self.name, self.kept, self._numbers = name, dict[int, Any](), count()
+
+    def put(self, saved: Any) -> int:
+        """The number of a forward."""
+        number = next(self._numbers)
+        self.kept[number] = saved
+        self.forget(number - MOST_KEPT)
+        return number
+
+    def take(self, number: int) -> Any:
+        """What a forward has kept. Raises StateError if it is forgotten."""
+        if number not in self.kept:
+            raise StateError(
+                f"the backward of {self.name}: its forward is forgotten. In compiled code at most {MOST_KEPT} forwards "
+                f"of a call wait for their backward, which runs once under torch.compile"
+            )
+        return self.kept[number]
+
+    def forget(self, number: int) -> None:
+        self.kept.pop(number, None)
 
 
 def _begun(backward_weight: Callable[[Any], Gradients]) -> Callable[[Any], Gradients]:

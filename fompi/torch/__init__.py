@@ -5,11 +5,10 @@
 - `zero`: `fompi.torch.ZeroDataParallel`, the same with shards of the state of the optimizer.
 - `pipeline`: `fompi.torch.Pipeline`, whose stages are modules.
 - `whole_step`: `fompi.torch.TrainingStep`, whose layers are modules.
-- `autograd`: the node. `fompi.<operation>(...)` calls it by itself.
-- `operators`: the operations as operators of torch, for `torch.compile`. `fompi.torch.<operation>` calls them.
-- `strategy_operators`: the same for strategies, and for operations whose rows go to experts.
-- `compile`: what `torch.compile` reads of a call, and what it must not read.
-- `strategies`: a strategy of `fompi.parallel` as a node.
+- `autograd`: the node. `fompi.<operation>(...)` and a strategy call it by themselves.
+- `operators`: operations and strategies as operators of torch, for `torch.compile` and `fompi.torch.<operation>`.
+- `shapes`: the shapes of their results, before the ranks meet.
+- `compile`: what `torch.compile` must not read, and which calls are graph breaks.
 - `parallel`: `fompi.torch.install`, fused operations for the tensor parallelism of torch.
 - `fully_sharded`: `fompi.torch.overlap`, FSDP2 whose communication runs behind the backward.
 - `products`: products on host memory by torch's kernels.

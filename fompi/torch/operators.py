@@ -1,63 +1,77 @@
-"""The operations as operators of torch: `torch.ops.fompi.all_gather_matmul(x, w, comm="...")`.
+"""Calls as operators of torch: `torch.ops.fompi.all_gather_matmul(key, [x, w], sizes, keeps)` -> its results.
 
 torch.compile reads none of fompi's code, but it knows these operators: the shapes and strides of their results, and
-their backward. So a call is a node of its graph, not the end of it. `fompi.<operation>` uses them by itself where
-torch.compile reads it.
+their backward. So a call is a node of its graph, not the end of it. `fompi.<operation>` and the strategies use them by
+themselves where torch.compile reads the call, `fompi.torch.<operation>` always.
 
-| argument                              | meaning                                                               |
-|---------------------------------------|-----------------------------------------------------------------------|
-| those of the operation, without `out` | as in `fompi.<operation>`. Rows that go to experts: no operator        |
-| comm                                  | the name of a communicator (`name_of`) or of a group of torch; "": all ranks |
-| gradient                              | "sum": of the losses of all ranks; "replicated": of one loss that all have |
-| arriving                              | the rows from each rank; None: x has the same shape on all ranks      |
-| words                                 | whose backward it is, for the comparison of the ranks                 |
-| leaves                                | x as a list (`fompi.Canonical`), without a gradient; x is then its first |
+| argument | meaning                                                                                             |
+|----------|-----------------------------------------------------------------------------------------------------|
+| key      | the call as far as it does not depend on sizes: its options, and which tensors there are (`KeyedCall`) |
+| tensors  | its tensors, one behind the other                                                                   |
+| sizes    | the numbers of `counts=`, `columns=` and `arriving=`, one behind the other; None: no number         |
+| keeps    | there will be a backward                                                                            |
 
-All is derived: the schema from the signature of the operation and PARAMETERS, the results from its Arguments, the
-backward from `fompi.ops.adjoints`. The compiler must know the shape of a result before the ranks meet. So the ranks
-compare `arriving` with what they send. If it is something else, a rank that sees it raises a ShapeError, and the other
-ranks an error too.
+The backward of an operation is its adjoint (`fompi.ops.adjoints`): operators again. That of a strategy, and of rows
+that go to experts, is one operator, `torch.ops.fompi.backward`. There the forward keeps what it needs, under a number,
+which is one result more.
+
+The compiler must know the shape of a result before the ranks meet (`fompi.torch.shapes`). So the ranks compare
+`arriving` with what they send. If it is something else, a rank that sees it raises a ShapeError, and the other ranks an
+error too.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
+import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter
-from itertools import count
 from operator import index
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import numpy as np
 import torch
 import torch._dynamo  # the first call of an operator would load it, for seconds, while other ranks wait
+from torch.distributed.device_mesh import DeviceMesh
 
-from fompi.base.call_options import CallOptions, in_words
+from fompi.base.call_options import CallOptions, fitting, in_words
 from fompi.base.doors import DOORS
 from fompi.base.errors import LayoutError, ShapeError, StateError, TensorError
-from fompi.base.layout import Extents, split
+from fompi.base.layout import Extents
+from fompi.base.nested import flatten
 from fompi.engine.communicator import Communicator
-from fompi.ops.adjoints import DIFFERENTIABLE, Call, ReplicatedCall, check_convention
-from fompi.ops.arguments import Arguments
+from fompi.ops.adjoints import (
+    CONVENTIONS,
+    DIFFERENTIABLE,
+    Call,
+    WithBackward,
+    applied,
+    check_convention,
+)
+from fompi.ops.arguments import SUMS, Arguments
 from fompi.ops.operation import Operation
+from fompi.parallel import expert, sequence, tensor
+from fompi.parallel.differentiable import COMMS, Differentiable, Form, Forwards, StrategyCall, filled, form_of
+from fompi.parallel.section import Section
 from fompi.plans.meaning import MEANING
-from fompi.plans.rows import Rows, rows_alike
 from fompi.plans.tree import Canonical
 from fompi.torch import private
-from fompi.torch.autograd import conjugate
+from fompi.torch.autograd import attached, conjugate
 from fompi.torch.groups import communicator
+from fompi.torch.shapes import RESULTS, Given, expect, moves, results_of, rows_of
 
 # ------------------------------------------------------------------------------------------------------ communicators
 
-_NUMBERS = count()
+_NUMBERS = itertools.count()
 _NAMES: WeakKeyDictionary[Communicator, str] = WeakKeyDictionary()
 _NAMED: WeakValueDictionary[str, Communicator] = WeakValueDictionary()
 
 
 @private.run_by_the_compiler
 def name_of(comm: Any) -> str:
-    """The name of a communicator as an argument of an operator. All that `communicator` takes has one."""
+    """The name of a communicator in a key. All that `communicator` takes has one."""
     if comm is None or isinstance(comm, str):
         return comm or ""
     comm = comm if isinstance(comm, Communicator) else communicator(comm)
@@ -76,81 +90,327 @@ def named(name: str) -> Communicator:
     return communicator(name or None) if known is None else known
 
 
-# ----------------------------------------------------------------------------------------------------------- arguments
+# ----------------------------------------------------------------------------------------------------------- functions
 
-
-def filled(ws: Sequence[Any], biases: Sequence[Any]) -> list[Any]:
-    """The biases, with zeros in the place of None."""
-    return [b if b is not None else ws[i].new_zeros(ws[i].shape[-1]) for i, b in enumerate(biases)]
-
-
-PARAMETERS: dict[str, tuple[str, Callable[[Arguments], Any]]] = {
-    "x": ("Tensor x", lambda a: a.x),
-    "d": ("Tensor d", lambda a: a.x),
-    "w": ("Tensor w", lambda a: a.weights[0]),
-    "ws": ("Tensor[] ws", lambda a: list(a.weights)),
-    "h": ("Tensor h", lambda a: a.operands[0]),
-    "bias": ("Tensor? bias=None", lambda a: a.biases[0]),
-    "biases": ("Tensor[] biases", lambda a: filled(a.weights, a.biases)),
-    "dim": ("int dim=0", lambda a: a.dim),
-    "split_dim": ("int? split_dim=None", lambda a: a.split_dim),
-    "concat_dim": ("int? concat_dim=None", lambda a: None if a.split_dim is None else a.dim),
-    "counts": ("SymInt[]? counts=None", lambda a: a.counts),
-    "columns": ("SymInt[]? columns=None", lambda a: a.columns),
-    "root": ("int root=0", lambda a: a.root),
-    "op": ('str op="sum"', lambda a: a.op),
-    "dest": ("int? dest", lambda a: a.peers.dest),  # type: ignore[union-attr]
-    "source": ("int? source", lambda a: a.peers.source),  # type: ignore[union-attr]
-    "tag": ("int tag=0", lambda a: a.peers.tag),  # type: ignore[union-attr]
+STRATEGIES: dict[str, Differentiable] = {
+    f.__name__: f
+    for f in (
+        *(tensor.column_parallel_linear, tensor.row_parallel_linear, tensor.attention, tensor.all_reduce_rmsnorm),
+        *(tensor.vocab_parallel_embedding, tensor.vocab_parallel_cross_entropy, expert.moe),
+        *(sequence.ring_attention, sequence.ulysses_attention, sequence.usp_attention),
+    )
 }
-"""The parameters of all operations: in the schema of an operator, and their value in Arguments."""
+FUNCTIONS: dict[str, Any] = {**DIFFERENTIABLE, **STRATEGIES}
+"""What is an operator, by name: the operations that have a gradient, and strategies."""
 
-COMMON = 'str comm="", str gradient="sum", SymInt[]? arriving=None, str words="", Tensor[]? leaves=None'
-OF_OPERATORS = ("comm", "gradient", "arriving", "words", "leaves")
-TEXTS = [name for name, default in CallOptions._field_defaults.items() if isinstance(default, str)]
-WIRE = "str? wire=None"
-PLANNED = ", ".join(
-    "int[]? slices=None" if name == "slices" else f'str {name}="{default}"' if default else f"str? {name}=None"
-    for name, default in CallOptions._field_defaults.items()
-    if name != "certify"
-)
-"""The parameters that all operators have, and those of operations that have a plan."""
+GROUPED = [name for name, meaning in MEANING.items() if meaning.grouped]
+"""The operations whose rows go to experts."""
 
-TENSORS = ("x", "d", "w", "ws", "bias", "biases", "h")
-"""The parameters that are tensors, in the order of `Arguments.tensors`."""
+KEPT = [*STRATEGIES, *GROUPED]
+"""The functions whose backward is one operator, because it needs more than the compiler knows."""
 
+OF_OPERATIONS = ("x", "d", "w", "ws", "bias", "biases", "h")
+"""The parameters of operations that are tensors, in the order of `Arguments.tensors`."""
+
+UNTAUGHT = ("tokens", "targets")
+"""The parameters of strategies that are tensors without a gradient."""
+
+PARAMETERS = {name: [*f.__signature__.parameters] for name, f in FUNCTIONS.items()}
+POSITIONAL = {
+    name: [p.name for p in f.__signature__.parameters.values() if p.kind != Parameter.KEYWORD_ONLY]
+    for name, f in FUNCTIONS.items()
+}
+REQUIRED = {
+    name: [p.name for p in f.__signature__.parameters.values() if p.default is Parameter.empty]
+    for name, f in FUNCTIONS.items()
+}
+TENSORS = {
+    name: [p for p in PARAMETERS[name] if p in (getattr(f, "tensors", OF_OPERATIONS)) or p in UNTAUGHT]
+    for name, f in FUNCTIONS.items()
+}
+SIZES = ("counts", "columns", "arriving")
 INTEGERS = ("dim", "split_dim", "concat_dim", "root", "dest", "source", "tag")
 NEEDED = ("dim", "root", "tag")
-"""The parameters that are integers, and those of them that cannot be None."""
+"""The parameters of operations that are integers, and those of them that cannot be None."""
+
+EXCHANGES = [name for name in DIFFERENTIABLE if moves(name) == "all_to_all" and "root" not in PARAMETERS[name]]
+"""The operations of which only the other ranks know how many rows arrive, with counts=."""
+
+OF_LAYER = "of parallel layer"
+"""So begin the words of a call that `fompi.torch.parallel` makes."""
 
 
-def positional(f: Any) -> list[str]:
-    """The parameters of an operation or a strategy that need no keyword."""
-    return [p.name for p in f.__signature__.parameters.values() if p.kind != Parameter.KEYWORD_ONLY]
+class KeyedCall(NamedTuple):
+    """A call without its tensors and sizes."""
+
+    name: str
+    forms: tuple[Form, ...]
+    """Of each parameter in TENSORS."""
+
+    lengths: tuple[tuple[str, Any], ...]
+    """The parameters of SIZES that are there, and how many numbers each has: for each run where rows go to experts."""
+
+    options: dict[str, Any]
+    forwards: Forwards
+    """What forwards have kept. A backward runs once: compiled code allows no more."""
+
+    def given(self, tensors: Sequence[Any], sizes: Sequence[Any] | None) -> dict[str, Any]:
+        """The arguments of the call by name."""
+        rest, numbers, given = iter(tensors), iter(sizes or ()), dict(self.options)
+        for name, form in zip(TENSORS[self.name], self.forms, strict=True):
+            given[name] = filled(form, rest)
+        for name, length in self.lengths:
+            if isinstance(length, tuple):
+                given[name] = [list(itertools.islice(numbers, n)) for n in length]
+            else:
+                given[name] = list(itertools.islice(numbers, length))
+        for name in COMMS:
+            if name in given:
+                given[name] = named(given[name])
+        return given
+
+    def has_gradient(self) -> list[bool]:
+        """Of each tensor: whether the backward gives its gradient."""
+        forms = zip(TENSORS[self.name], self.forms, strict=True)
+        return [name not in UNTAUGHT for name, form in forms for is_there in flatten(form) if is_there]
 
 
-def required(f: Any) -> list[str]:
-    """Those that every call must give."""
-    return [p.name for p in f.__signature__.parameters.values() if p.default is Parameter.empty]
+CALLS: dict[str, KeyedCall] = {}
 
 
-def wanted(given: Mapping[str, Any], gradient: str) -> str:
-    """In words, whose gradients a call with these tensors wants, and by which convention. torch.compile reads this."""
-    names: list[str] = []
-    if torch.is_grad_enabled():
-        for name in TENSORS:
-            each = given.get(name)
-            if isinstance(each, list):
-                names += [f"{name}[{i}]" for i, t in enumerate(each) if t.requires_grad]
-            elif each is not None and each.requires_grad:
-                names.append(name)
-    return f"for the gradient of {' and '.join(names)} ({gradient})" if names else ""
+@private.run_by_the_compiler
+def key_of(name: str, forms: tuple[Any, ...], lengths: tuple[Any, ...], names: tuple[str, ...], *values: Any) -> str:
+    """The key of a call with these options."""
+    options = dict(zip(names, values, strict=True))
+    key = f"{name}({options}), tensors {forms}, sizes {lengths}"
+    if key not in CALLS:
+        CALLS[key] = KeyedCall(name, forms, lengths, options, Forwards(name))
+    return key
 
 
-def name_order(given: dict[str, Any]) -> None:
-    """Let `order` be its name: an operator takes no objects. torch.compile reads this."""
-    if isinstance(order := given.get("order"), Canonical):
-        given["order"] = order.name
+# ------------------------------------------------------------------------------------------------- what operators run
+
+RAN: Counter[str] = Counter()
+"""How often the operator of an operation ran in this process, also in a backward and in compiled code."""
+
+
+def _given(key: str, tensors: Sequence[Any], sizes: Sequence[Any] | None) -> Given:
+    """A call of an operation."""
+    options, operation = CALLS[key].given(tensors, sizes), DIFFERENTIABLE[CALLS[key].name]
+    how = {name: options.pop(name) for name in CallOptions._fields if name in options}
+    comm, gradient, words = (options.pop(name) for name in ("comm", "gradient", "words"))
+    arriving, arguments = options.pop("arriving", None), operation._arguments(**options)
+    arguments.words, leaves = words, None
+    if isinstance(arguments.x, tuple):
+        leaves, arguments.x = arguments.x, arguments.x[0]
+    return Given(operation, arguments, comm, CallOptions(**how), gradient, arriving, leaves)
+
+
+def _run(key: str, tensors: Sequence[Any], sizes: Sequence[Any] | None, keeps: bool) -> list[torch.Tensor]:
+    """The operation itself."""
+    given = _given(key, tensors, sizes)
+    operation, a, comm = given.operation, given.arguments, given.comm
+    wrong, a.x = expect(given), given.leaves or a.x
+    if wrong is not None:
+        operation.refuse(wrong, comm)
+    with torch.no_grad():
+        try:
+            result = operation.run(a, comm, given.call_options)
+            RAN[operation.name] += 1
+        except ShapeError as error:
+            if any(words in str(error) for words in (" rows are gathered", " rows arrive here")):
+                error.args = (f"{error}. {_remedy(operation, a)}", *error.args[1:])
+            raise
+    if a.peers is not None and result.shape != a.x.shape:
+        raise ShapeError(
+            f"fompi.sendrecv: rank {a.peers.source} has sent the shape {tuple(result.shape)}, but x has "
+            f"{tuple(a.x.shape)}. {_remedy(operation, a)}"
+        )
+    return flatten(result)
+
+
+def _remedy(operation: Operation[Any], a: Arguments) -> str:
+    if OF_LAYER in a.words:
+        return (
+            "A plain tensor must have as many rows on every rank, as in torch: pass a DTensor, which knows the "
+            "rows of each rank (torch.distributed.tensor.distribute_tensor), or pad the rows"
+        )
+    known = f", or fompi.torch.{operation.name}(..., arriving=[the rows from each rank])" if a.peers is None else ""
+    return (
+        "In compiled code and in fompi.torch, x must have the same shape on all ranks. Else call "
+        f"fompi.{operation.name} outside of compiled code (torch.compiler.disable){known}"
+    )
+
+
+def _fake(key: str, tensors: Sequence[Any], sizes: Sequence[Any] | None, keeps: bool) -> list[torch.Tensor]:
+    return results_of(_given(key, tensors, sizes))
+
+
+def _keep(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+    """Keep what the adjoint needs."""
+    given = _given(*inputs[:3])
+    tensors, words, known = given.arguments.tensors, given.arguments.words, rows_of(given).extents
+    apply, share = functools.partial(_applied, known, words), _shared if given.gradient == "replicated" else None
+    ctx.call = Call(given.operation, given.arguments, given.comm, given.call_options, apply, share=share)
+    ctx.call._extents = known
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*(tensors if ctx.call.keeps else ()))
+
+
+def _adjoint(ctx: Any, grads: Sequence[Any]) -> Any:
+    """The gradients of the tensors of an operation."""
+    needs = ctx.needs_input_grad[1]
+    tensors = ctx.saved_tensors or [None] * len(needs)
+    gradients = ctx.call.backward(tensors, [conjugate(g) for g in grads], needs)
+    return None, [conjugate(g) for g in gradients], None, None
+
+
+def _applied(
+    forward: Extents,
+    forward_words: str,
+    operation: Operation[Any],
+    tensors: Sequence[Any],
+    options: dict[str, Any],
+    comm: Communicator,
+    call_options: CallOptions,
+    words: str = "",
+) -> Any:
+    """The result of an operation of the backward. The rows that arrive are those that the forward has sent.
+
+    It belongs to a variable of each rank, also if the loss of the forward is replicated: "sum" is its convention. Its
+    words are those of the forward too: so the backward of one layer never meets that of another one.
+    """
+    arriving: Any = None
+    if moves(operation.name) == "all_gather":
+        arriving = forward.rows
+    elif options.get("split_dim") is not None:
+        arriving = forward.send
+    elif moves(operation.name) == "all_to_all":
+        arriving = forward.recv if options.get("counts") is forward.send else forward.send
+    how = call_options._asdict() if operation.name in MEANING else {"wire": call_options.wire}
+    given = {**dict(zip(POSITIONAL[operation.name], tensors, strict=False)), **options, **how, "comm": comm}
+    result, reason = of_call(operation, (), given, "sum", arriving or None, joined(words, forward_words))
+    return applied(operation, tensors, options, comm, call_options, words) if reason else result
+
+
+def _shared(call: Call, dy: torch.Tensor) -> torch.Tensor:
+    """dy, whose gradient is the sum of all ranks (`Call.share`)."""
+    return attached(_Shared(call.comm), [dy]) if torch.is_grad_enabled() else dy
+
+
+class _Shared:
+    """The identity, whose backward is the sum of all ranks, as a call (`WithBackward`)."""
+
+    keeps, twice = False, True
+
+    def __init__(self, comm: Communicator):
+        self.comm = comm
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> Any:
+        return tensors[0].view_as(tensors[0])
+
+    def backward(self, tensors: Sequence[Any], grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
+        return [PUBLIC["all_reduce"](grads[0], comm=self.comm, gradient="replicated")]
+
+
+# -------------------------------------------------------------------------------------- a backward that is an operator
+
+
+def _call_of(name: str, given: dict[str, Any]) -> tuple[WithBackward, list[Any]]:
+    """The call of a strategy, or of an operation whose rows go to experts, and its tensors."""
+    if name in STRATEGIES:
+        f = STRATEGIES[name]
+        return StrategyCall(f, given), [t for t in flatten([given[name] for name in f.tensors]) if t is not None]
+    arguments, comm, how = DIFFERENTIABLE[name].read((), dict(given))
+    return Call(DIFFERENTIABLE[name], arguments, comm, how, applied), arguments.tensors
+
+
+def _forward(key: str, tensors: Sequence[Any], sizes: Sequence[int] | None, keeps: bool) -> list[torch.Tensor]:
+    name, given = CALLS[key].name, CALLS[key].given([t.detach() for t in tensors], sizes)
+    with Section(name), torch.no_grad():
+        call, own = _call_of(name, given)
+        results = [_rows_first(t, given) for t in flatten(call.forward(own))]
+        wanted = [tuple(t.shape) for t in (results if name in GROUPED else RESULTS[name](given))]
+        if [tuple(t.shape) for t in results] != wanted:
+            raise ShapeError(
+                f"{name} in compiled code: the result has the shape {tuple(results[0].shape)}, but the program was "
+                f"compiled for {wanted[0]}: x must have as many rows on all ranks, or be padded"
+            )
+    return [*results, torch.tensor(CALLS[key].forwards.put((call, own)))] if keeps else results
+
+
+def _rows_first(y: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+    """y, whose rows lie in memory one after the other, as RESULTS has it."""
+    dim = given.get("dim", 0)
+    return y.movedim(dim, 0).contiguous().movedim(0, dim)
+
+
+def _fake_forward(key: str, tensors: Sequence[Any], sizes: Sequence[Any] | None, keeps: bool) -> list[torch.Tensor]:
+    results = RESULTS[CALLS[key].name](CALLS[key].given(tensors, sizes))
+    return [*results, torch.empty((), dtype=torch.int64)] if keeps else results
+
+
+def _backward(
+    key: str, number: torch.Tensor, dys: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The gradients of those of the tensors that have one."""
+    call, own = CALLS[key].forwards.take(int(number))
+    CALLS[key].forwards.forget(int(number))
+    with torch.no_grad():
+        gradients = call.backward(own, dys, [True] * len(own))
+    return [g.contiguous() for g in gradients if g is not None]
+
+
+def _fake_backward(
+    key: str, number: torch.Tensor, dys: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    return [t.new_empty(t.shape) for t, has in zip(tensors, CALLS[key].has_gradient(), strict=True) if has]
+
+
+def _keep_number(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+    ctx.key, tensors = inputs[:2]
+    *ys, number = output
+    ctx.shapes = [y.shape for y in ys]
+    ctx.save_for_backward(number, *tensors)
+
+
+def _by_number(ctx: Any, grads: Sequence[Any]) -> Any:
+    number, *tensors = ctx.saved_tensors
+    given = zip(grads, ctx.shapes, strict=False)
+    dys = [tensors[0].new_zeros(shape) if dy is None else dy.contiguous() for dy, shape in given]
+    gradients = iter(torch.ops.fompi.backward(ctx.key, number, dys, tensors))
+    return None, [next(gradients) if has else None for has in CALLS[ctx.key].has_gradient()], None, None
+
+
+# ----------------------------------------------------------------------------------------------------------- operators
+
+
+def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """`torch.ops.fompi.<name>`, whose results have the shapes of those of `fake`."""
+    made = torch.library.custom_op(f"fompi::{name}", run, mutates_args=(), schema=schema)
+    made.register_fake(fake)
+    private.keep_in_order(made)
+    return made
+
+
+_SCHEMA = "(str key, Tensor[] tensors, SymInt[]? sizes, bool keeps) -> Tensor[]"
+for _name in FUNCTIONS:
+    if _name in KEPT:
+        define(_name, _SCHEMA, _forward, _fake_forward).register_autograd(_by_number, setup_context=_keep_number)
+    else:
+        define(_name, _SCHEMA, _run, _fake).register_autograd(_adjoint, setup_context=_keep)
+define("backward", "(str key, Tensor number, Tensor[] dys, Tensor[] tensors) -> Tensor[]", _backward, _fake_backward)
+
+NODES = {name: getattr(torch.ops.fompi, name).default for name in FUNCTIONS}
+SEVERAL = ["all_reduce_rmsnorm"] + [
+    name
+    for name, meaning in MEANING.items()
+    if name.endswith("_many") or meaning.keeps + (meaning.weight is not None) + (meaning.operand is not None) > 1
+]
+"""The functions that return several tensors."""
+
+
+# ------------------------------------------------------------------------------------------- what the compiler reads
 
 
 def joined(*words: str) -> str:
@@ -158,409 +418,221 @@ def joined(*words: str) -> str:
     return " ".join(filter(None, words))
 
 
-def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """`torch.ops.fompi.<name>`, whose results have the shapes of those of `fake`."""
-    made = torch.library.custom_op(f"fompi::{name}", run, mutates_args=(), schema=schema)
-    made.register_fake(fake)
-    return made
+def wanted(given: Mapping[str, Any], gradient: str) -> str:
+    """In words, whose gradients a call with these tensors wants, and by which convention."""
+    names: list[str] = []
+    if torch.is_grad_enabled():
+        for name in OF_OPERATIONS:
+            each = given.get(name)
+            if isinstance(each, (list, tuple)):
+                names += [f"{name}[{i}]" for i, t in enumerate(each) if t is not None and t.requires_grad]
+            elif each is not None and each.requires_grad:
+                names.append(name)
+    return f"for the gradient of {' and '.join(names)} ({gradient})" if names else ""
 
 
-class OperatorCall(NamedTuple):
-    """A call of an operator."""
-
-    arguments: Arguments
-    comm: Communicator
-    call_options: CallOptions
-    gradient: str
-    arriving: Any
-    leaves: Any
-
-
-OF_LAYER = "of parallel layer"
-"""So begin the words of a call that `fompi.torch.parallel` makes."""
-
-
-class Operator:
-    """The operator of an operation: `torch.ops.fompi.<name>`."""
-
-    def __init__(self, operation: Operation[Any]):
-        self.operation, self.name = operation, operation.name
-        self.calls = 0  # how often it ran in this process, also in a backward and in compiled code
-        self.own = [name for name in operation.__signature__.parameters if name in PARAMETERS]
-        self.planned = self.name in MEANING
-        self.moves = MEANING[self.name].moves if self.planned else "sendrecv"
-        self.deals = self.planned and MEANING[self.name].deals
-        self.multiplies_first = self.planned and MEANING[self.name].family == "scatter"
-        texts = [PARAMETERS[name][0] for name in self.own] + [COMMON, PLANNED if self.planned else WIRE]
-        schema = f"({', '.join(texts)}) -> {self._results()}"
-        made = define(self.name, schema, self._run, self._fake)
-        made.register_autograd(_backward, setup_context=self._keep)
-        private.keep_in_order(made)
-        self.call: Callable[..., Any] = getattr(torch.ops.fompi, self.name).default
-        self.names = [argument.name for argument in self.call._schema.arguments]
-
-    def _results(self) -> str:
-        """The results, as the schema says them: the rows that arrive, a product, a weight gradient."""
-        if not self.planned:
-            return "Tensor"
-        meaning = MEANING[self.name]
-        if self.name.endswith("_many"):
-            return "(Tensor, Tensor[])"
-        count = meaning.keeps + (meaning.weight is not None) + (meaning.operand is not None)
-        return "Tensor" if count < 2 else f"({', '.join(['Tensor'] * count)})"
-
-    def dealt(self, a: Arguments, size: int) -> tuple[Any, ...]:
-        """How many columns each rank has in a call that deals them. Empty: it deals none."""
-        if not self.deals:
-            return ()
-        total = a.weights[0].shape[-1 if self.multiplies_first else 0]
-        return split(total, size) if a.columns is None else tuple(a.columns)
-
-    def _given(self, values: Sequence[Any]) -> OperatorCall:
-        """The call with these values of all parameters."""
-        options = dict(zip(self.names, values, strict=True))
-        comm, gradient, arriving, words, leaves = (options.pop(name) for name in OF_OPERATORS)
-        own = {name: options.pop(name) for name in self.own}
-        arguments = self.operation._arguments(**own)
-        arguments.words = words
-        if options.get("slices"):
-            slices = tuple(options["slices"])
-            options["slices"] = len(slices) if slices == (1,) * len(slices) else slices
-        return OperatorCall(arguments, named(comm), CallOptions(**options), gradient, arriving, leaves)
-
-    def __call__(self, arguments: Arguments, comm: Any, call_options: CallOptions, **options: Any) -> Any:
-        """Call the operator with these Arguments."""
-        if call_options.certify:
-            return self.operation.run(arguments, comm, call_options)
-        values = self._values(arguments, call_options)
-        if values is None:
-            with torch.no_grad():
-                return self.operation.run(arguments, comm, call_options)  # it refuses them
-        words = joined(arguments.words, wanted(values, options.get("gradient", "sum")))
-        return self.call(**values, comm=name_of(comm), words=words, **options)
-
-    def _values(self, arguments: Arguments, call_options: CallOptions) -> dict[str, Any] | None:
-        """The parameters of the operator. None if one has a type that is in no schema."""
-        try:
-            values = {name: PARAMETERS[name][1](arguments) for name in self.own}
-            for name in INTEGERS:
-                if values.get(name) is not None:
-                    values[name] = _integer(values[name])
-            for name in ("counts", "columns"):
-                if values.get(name) is not None:
-                    values[name] = [_integer(n) for n in values[name]]
-            values["wire"] = call_options.wire
-            if self.planned:
-                slices = as_sizes(call_options.slices)
-                values.update(call_options._asdict(), slices=slices and [_integer(n) for n in slices])
-                del values["certify"]
-        except (TypeError, IndexError):
-            return None
-        texts = [values.get(name, "") for name in ("op", *TEXTS)]
-        if any(values.get(name, 0) is None for name in NEEDED) or not all(isinstance(text, str) for text in texts):
-            return None
-        if values.get("split_dim") is not None:
-            values["dim"] = 0
-        return values
-
-    def nested(self, returned: Any) -> Any:
-        """The result as the operation returns it: several products are a tuple."""
-        if self.name == "all_gather_matmul_many":
-            return returned[0], tuple(returned[1])
-        return returned
-
-    # -- what torch calls
-    def _run(self, *values: Any, **named: Any) -> Any:
-        """The operation itself, on tensors."""
-        given = self._given(self._filled(values, named))
-        a, comm = given.arguments, given.comm
-        wrong, a.x = self._expect(given), given.leaves or a.x
-        if wrong is not None:
-            self.operation.refuse(wrong, comm)
-        with torch.no_grad():
-            try:
-                result = self.operation.run(a, comm, given.call_options)
-                self.calls += 1
-            except ShapeError as error:
-                if any(words in str(error) for words in (" rows are gathered", " rows arrive here")):
-                    error.args = (f"{error}. {self._remedy(a)}", *error.args[1:])
-                raise
-        if not self.planned and result.shape != a.x.shape:
-            raise ShapeError(
-                f"fompi.sendrecv: rank {a.peers.source} has sent the shape {tuple(result.shape)}, but x has "  # type: ignore[union-attr]
-                f"{tuple(a.x.shape)}. {self._remedy(a)}"
-            )
-        return _as_returned(result)
-
-    def _expect(self, given: OperatorCall) -> Exception | None:
-        """Let the ranks compare the rows that arrive. Returns the error of an `arriving` that cannot be right here."""
-        a, comm, arriving = given.arguments, given.comm, given.arriving
-        if self.moves not in ("all_gather", "all_to_all") or not self._has_rows(given):
-            return None
-        rows = rows_of(self, given)
-        if arriving is not None:
-            here = rows.extents.send[comm.rank] if not rows.extents.rows else a.x.shape[_at(a)]
-            total = a.operands[0].shape[_at(a)] if a.operands else sum(arriving)
-            if len(arriving) != comm.size or arriving[comm.rank] != here or sum(arriving) != total:
-                return ShapeError(
-                    f"fompi.torch.{self.name}: arriving={list(arriving)} must be the rows from each of {comm.size} "
-                    f"ranks: {here} from this one, {total} in all"
-                )
-        if not a.operands:
-            a.expects = sum(rows.arriving)
-        elif arriving is None:
-            return None  # the operand says how many rows arrive
-        if not rows.extents.rows:
-            a.arriving = rows.arriving
-        elif len({*rows.arriving}) > 1:  # else the sum says it all
-            a.words = joined(a.words, f"with arriving={list(rows.arriving)}")
-        return None
-
-    def _has_rows(self, given: OperatorCall) -> bool:
-        """True if `rows_of` can read the arguments. If not, the operation refuses them."""
-        a, size = given.arguments, given.comm.size
-        return (
-            a.x.dim() >= (2 if a.weights or a.operands else 1)
-            and all(t.dim() for t in (*a.weights, *a.operands))
-            and (a.counts is None or len(a.counts) == size)
-            and 0 <= a.root < size
-        )
-
-    def _remedy(self, a: Arguments) -> str:
-        if OF_LAYER in a.words:
-            return (
-                "A plain tensor must have as many rows on every rank, as in torch: pass a DTensor, which knows the "
-                "rows of each rank (torch.distributed.tensor.distribute_tensor), or pad the rows"
-            )
-        known = f", or fompi.torch.{self.name}(..., arriving=[the rows from each rank])" if self.planned else ""
-        return (
-            "In compiled code and in fompi.torch, x must have the same shape on all ranks. Else call "
-            f"fompi.{self.name} outside of compiled code (torch.compiler.disable){known}"
-        )
-
-    def _fake(self, *values: Any, **named: Any) -> Any:
-        """Tensors with the shapes and the strides of the results. Wrong arguments are errors of `_run`, not here."""
-        given = self._given(self._filled(values, named))
-        a = given.arguments
-        if self.moves in ("all_reduce", "broadcast", "sendrecv") and not a.weights:
-            return a.x.new_empty(a.x.shape)
-        if self.name == "reduce":
-            return a.x.new_empty(a.x.shape if given.comm.rank == a.root else (0, *a.x.shape[1:]))
-        if not self._has_rows(given):
-            return _as_returned(a.result(defaultdict(lambda: a.x.new_empty(0))))
-        rows = rows_of(self, given).result
-        outputs = {}
-        if a.keep or not (a.weights or a.operands):
-            outputs["x_full" if a.keep else "y"] = _rows_first(a, rows, given.comm)
-        for i, w in enumerate(a.weights):
-            columns = w.shape[-1]
-            if self.deals and self.multiplies_first:
-                columns = self.dealt(a, given.comm.size)[given.comm.rank]
-            outputs["y" if len(a.weights) == 1 else f"y{i}"] = _rows_first(a, rows, given.comm, columns)
-        for h in a.operands:
-            k, n = a.x.shape[-1], h.shape[-1]
-            outputs["g"] = a.x.new_empty((n, k) if a.flipped else (k, n))
-        return _as_returned(a.result(outputs))
-
-    def _keep(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
-        """Keep what the backward needs."""
-        given = self._given(inputs)
-        a, kind = given.arguments, _SharedCall if given.gradient == "replicated" else Call
-        if a.op == "prod":
-            raise TensorError(f'fompi.{self.name}: op="prod" has no gradient: pass x.detach(), or sum logarithms')
-        known = rows_of(self, given).extents
-        apply = functools.partial(_apply, known, given.arguments.words)
-        ctx.call = kind(self.operation, a, given.comm, given.call_options, apply)
-        ctx.call._extents, ctx.names = known, self.names
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*(a.tensors if ctx.call.keeps else ()))
-
-    def _filled(self, values: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
-        defaults = self.call._schema.arguments[len(values) :]  # type: ignore[attr-defined]
-        return [*values, *(named.get(each.name, each.default_value) for each in defaults)]
-
-
-def as_sizes(slices: Any) -> list[int] | None:
-    """`slices` of a call as a list of relative sizes."""
-    return [1] * slices if isinstance(slices, int) else None if slices is None else list(slices)
-
-
-def _integer(value: Any) -> Any:
-    """The value as an integer that torch takes. Raises TypeError if it is none."""
-    return value if type(value) is int or isinstance(value, torch.SymInt) else int(index(value))
-
-
-def _as_returned(result: Any) -> Any:
-    """The result with the types that the schema names: several products are a list."""
-    return tuple(list(r) if isinstance(r, tuple) else r for r in result) if isinstance(result, tuple) else result
-
-
-def _rows_first(a: Arguments, rows: Any, comm: Communicator, columns: Any = None) -> torch.Tensor:
-    """A tensor for this many rows. They lie in memory one after the other, whatever `dim` is."""
-    shape, dim = list(a.x.shape), _at(a)
-    del shape[dim]
-    if columns is not None:
-        shape[-1] = columns
-    at = split_at(a)
-    if at is None:
-        return a.x.new_empty((rows, *shape)).movedim(0, dim)
-    del shape[at - (at > dim)]
-    return a.x.new_empty((rows, columns_of(a, comm.size)[comm.rank], *shape)).movedim((0, 1), (dim, at))
-
-
-def split_at(a: Arguments) -> int | None:
-    """The dimension that an all-to-all splits, if it joins another one."""
-    at = None if a.split_dim is None else a.split_dim % a.x.dim()
-    return None if at == _at(a) else at
-
-
-def columns_of(a: Arguments, size: int) -> tuple[Any, ...]:
-    """How much of the dimension that is split each rank gets."""
-    at = split_at(a)
-    assert at is not None
-    return split(a.x.shape[at], size) if a.counts is None else tuple(a.counts)
-
-
-def _at(a: Arguments) -> int:
-    """The dimension of the rows of x. A wrong one is an error of the operation."""
-    return a.dim % a.x.dim() if -a.x.dim() <= a.dim < a.x.dim() else 0
-
-
-def check(operation: str, arguments: Arguments, gradient: str) -> None:
-    """Raise an error for what an operator cannot do, before it is called."""
-    name = f"fompi.torch.{operation}"
-    check_convention(name, gradient)
-    if arguments.out is not None:
-        raise TensorError(f"{name} takes no out=")
-    for tensor in arguments.tensors:
-        if not isinstance(tensor, torch.Tensor):
-            raise TensorError(f"{name}: {type(tensor).__name__} is no torch tensor")
-    if arguments.op == "prod" and torch.is_grad_enabled() and arguments.x.requires_grad:
-        raise TensorError(f'{name}: op="prod" has no gradient: pass x.detach(), or sum logarithms')
-
-
-# ---------------------------------------------------------------------------------------------------------------- rows
-
-
-def rows_of(operator: Operator, given: OperatorCall) -> Rows:
-    """The rows of a call. Where only the other ranks know them: `arriving`, or those of ranks like this one."""
-    a, comm = given.arguments, given.comm
-    if operator.moves in ("broadcast", "sendrecv") or operator.name in ("all_reduce", "reduce"):
-        return Rows(Extents(comm.rank, comm.size, (1,)))
-    total, name, counts, columns = a.x.shape[_at(a)], operator.name, a.counts, operator.dealt(a, comm.size)
-    if split_at(a) is not None:
-        name, counts, columns = "all_to_all_columns", None, columns_of(a, comm.size)
-    return rows_alike(name, comm.rank, comm.size, total, counts, given.arriving, columns, a.root)
-
-
-# ------------------------------------------------------------------------------------------------------------ backward
-
-
-def _backward(ctx: Any, *grads: Any) -> Any:
-    """The gradient of each parameter of the operator. None for those that are no tensors."""
-    call, given = ctx.call, list(zip(ctx.names, ctx.needs_input_grad, strict=False))
-    is_biased = any(b is not None for b in call.arguments.biases)
-    tensors = [name for name, _ in given if name in TENSORS and (name != "bias" or is_biased)]
-    needs = [need for name, each in given if name in tensors for need in as_tuple(each)]
-    kept = ctx.saved_tensors or [None] * len(needs)
-    found = list(map(conjugate, call.backward(kept, [conjugate(g) for each in grads for g in as_tuple(each)], needs)))
-    gradients: list[Any] = []
-    for name, need in given:
-        taken = [found.pop(0) for _ in as_tuple(need)] if name in tensors else None
-        gradients.append(taken if taken is None or isinstance(need, list) else taken[0])
-    return tuple(gradients)
-
-
-def _apply(
-    forward: Extents,
-    words: str,
-    operation: Operation[Any],
-    arguments: Arguments,
-    comm: Communicator,
-    call_options: CallOptions,
+def of_call(
+    f: Any,
+    args: Sequence[Any],
+    options: Mapping[str, Any],
+    gradient: str | None = None,
+    arriving: Any = None,
+    words: str = "",
 ) -> Any:
-    """The result of an operation of the backward. The rows that arrive are those that the forward has sent.
+    """(the result of the operator of a call, None), or (None, why there is none: see `fompi.torch.compile.OUTSIDE`).
 
-    It belongs to a variable of each rank, also if the loss of the forward is replicated: "sum" is its convention. Its
-    words are those of the forward too: so the backward of one layer never meets that of another one.
+    `gradient`: as for `fompi.torch.<operation>`. None: the call is one of `fompi.<operation>`, or of a strategy.
     """
-    arguments.words = joined(arguments.words, words)
-    operator, arriving = OPERATORS[operation.name], None
-    moves = operator.moves
-    if moves == "all_gather":
-        arriving = forward.rows
-    elif arguments.split_dim is not None:
-        arriving = forward.send
-    elif moves == "all_to_all":
-        arriving = forward.recv if arguments.counts is forward.send else forward.send
-    return operator(arguments, comm, call_options, arriving=list(arriving) if arriving else None)
+    name, given = f.__name__, dict(options)
+    if arriving is not None:
+        given["arriving"] = arriving
+    reason = _bind(f, args, given, gradient)
+    if reason is None:
+        reason = _carry(name, given, gradient)
+    if reason is None:
+        reason = _look_at_tensors(name, given)
+    if reason is None and name not in KEPT:
+        reason = _look_at_values(name, given)
+    if reason is not None:
+        return None, reason
+    if name not in KEPT:
+        given["gradient"] = "sum" if gradient is None else gradient
+        given["words"] = joined(words, wanted(given, given["gradient"]))
+    return node(name, given), None
 
 
-class _SharedCall(ReplicatedCall):
-    """A call for `gradient="replicated"`."""
+def node(name: str, given: dict[str, Any]) -> Any:
+    """The result of the operator for these arguments by name, of which communicators are names."""
+    forms: list[Any] = []
+    tensors: list[Any] = []
+    for key in TENSORS[name]:
+        value = given.pop(key, None)
+        forms.append(form_of(value))
+        tensors += [t for t in (value if isinstance(value, (tuple, list)) else [value]) if t is not None]
+    lengths: list[Any] = []
+    sizes: list[Any] = []
+    for key in SIZES:
+        value = given.pop(key, None)
+        if value is not None and name in GROUPED:
+            lengths.append((key, tuple([len(run) for run in value])))
+            sizes += [n for run in value for n in run]
+        elif value is not None:
+            lengths.append((key, len(value)))
+            sizes += list(value)
+    values = [index(v) if isinstance(v, int) and not isinstance(v, bool) else v for v in given.values()]  # no SymInt
+    key = key_of(name, tuple(forms), tuple(lengths), tuple(given), *values)
+    keeps = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
+    ys = NODES[name](key, tensors, sizes or None, keeps)
+    if name == "all_gather_matmul_many":
+        return ys[0], tuple(ys[1:])
+    if name in SEVERAL:
+        return tuple(ys[:-1] if name in KEPT and keeps else ys)
+    return ys[0]
 
-    def shared(self, dy: torch.Tensor) -> torch.Tensor:
-        shared: torch.Tensor = _Shared.apply(dy, name_of(self.comm)) if torch.is_grad_enabled() else dy
-        return shared
+
+def _bind(f: Any, args: Sequence[Any], given: dict[str, Any], gradient: str | None) -> str | None:
+    """Make `given` all arguments of the call by name. Returns why it can be no operator."""
+    name = f.__name__
+    if name not in FUNCTIONS:
+        return "unknown" if isinstance(f, Operation) else "route"
+    if name in KEPT and (gradient == "replicated" or "arriving" in given):
+        return "experts"
+    if name in KEPT and not private.COMPILES_OBJECTS:
+        return "old"
+    if gradient not in (None, *CONVENTIONS) or len(args) > len(POSITIONAL[name]):
+        return "wrong"
+    given.update(zip(POSITIONAL[name], args, strict=False))
+    if any([key not in given for key in REQUIRED[name]]) or any(
+        [key not in PARAMETERS[name] and key != "arriving" for key in given]
+    ):
+        return "wrong"
+    if given.pop("out", None) is not None:
+        return "out"
+    return "certify" if given.pop("certify", False) else None
 
 
-class _Shared(torch.autograd.Function):
-    """The identity. Its backward is the sum of all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: str) -> torch.Tensor:
-        ctx.comm = comm
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        return torch.ops.fompi.all_reduce(dy, comm=ctx.comm, gradient="replicated"), None
+@private.run_by_the_compiler
+def carried_by(comm: Communicator, name: str, dtype: torch.dtype, op: str) -> tuple[tuple[str, Any], ...]:
+    """The keywords of a call that its communicator carries, for tensors of this dtype."""
+    how = comm.how and fitting(comm.how, torch.empty(0, dtype=dtype), op)
+    return tuple((key, value) for key, value in how.items() if key in PARAMETERS[name])
 
 
-def as_tuple(each: Any) -> Sequence[Any]:
-    """What belongs to one parameter or result: a list has one part per tensor."""
-    return each if isinstance(each, list) else (each,)
+def _carry(name: str, given: dict[str, Any], gradient: str | None) -> str | None:
+    """Put names in the place of communicators, and what they carry to the options. Returns why that cannot be."""
+    comm, x = given.get("comm"), given.get("x")
+    if name in DIFFERENTIABLE:
+        if gradient is not None and isinstance(comm, DeviceMesh):
+            if comm.ndim != 1:
+                return "wrong"
+            comm = comm.get_group()
+        if gradient is not None and isinstance(comm, torch.distributed.ProcessGroup):
+            comm = comm.group_name
+        if isinstance(comm, Communicator):
+            if not private.COMPILES_OBJECTS and torch.compiler.is_compiling():
+                return "old"
+            x = x[0] if isinstance(x, (list, tuple)) and len(x) > 0 else x
+            if isinstance(x, torch.Tensor):
+                for key, value in carried_by(comm, name, x.dtype, given.get("op", "sum")):
+                    given.setdefault(key, value)
+        elif comm is not None and (gradient is None or not isinstance(comm, str)):
+            return "comm"
+        given["comm"] = comm
+    for key in COMMS:
+        if key in PARAMETERS[name]:
+            given[key] = name_of(given.get(key))
+    order = given.get("order", "any")
+    if isinstance(order, Canonical):
+        given["order"] = order = order.name  # a key has no objects
+    return None if isinstance(order, str) else "wrong"
 
 
-OPERATORS: dict[str, Operator] = {
-    name: Operator(operation)
-    for name, operation in DIFFERENTIABLE.items()
-    if name not in MEANING or not MEANING[name].grouped
-}
-"""The operators by name: all operations that have a gradient."""
+def _look_at_tensors(name: str, given: dict[str, Any]) -> str | None:
+    """Why the tensors are none of an operator."""
+    for key, value in given.items():
+        if key not in TENSORS[name]:
+            if isinstance(value, torch.Tensor):
+                return "value"
+            continue
+        several = isinstance(value, (list, tuple))
+        if several and name in DIFFERENTIABLE and key not in ("ws", "biases") and (key, name in SUMS) != ("x", True):
+            return "tensor"
+        if any([t is not None and not isinstance(t, torch.Tensor) for t in (value if several else [value])]):
+            return "tensor"
+    return None
+
+
+def _look_at_values(name: str, given: dict[str, Any]) -> str | None:
+    """Why the other arguments of an operation are none of an operator. Shapes are computed from them."""
+    for key in INTEGERS:
+        value = given.get(key)
+        if key in given and not isinstance(value, int) and (value is not None or key in NEEDED):
+            return "wrong"
+    if any([not isinstance(given.get(key) or [], (list, tuple)) for key in SIZES]):
+        return "wrong"
+    is_open = given.get("counts") is not None and "arriving" not in given and given.get("split_dim") is None
+    if is_open and name in EXCHANGES and torch.compiler.is_compiling():
+        return "counts"
+    if len(given.get("biases") or []) > len(given.get("ws") or []):
+        return "wrong"
+    x = given.get("x")
+    if isinstance(x, (list, tuple)):  # leaves
+        is_right = len(x) > 0 and given.get("order", "any").startswith("canonical(")
+        return None if is_right and not any([t.requires_grad for t in x]) else "wrong"
+    return "wrong" if given.get("op") == "prod" and torch.is_grad_enabled() and given["x"].requires_grad else None
+
+
+# --------------------------------------------------------------------------------------------------------- fompi.torch
 
 
 def _public(operation: Operation[Any]) -> Callable[..., Any]:
     """`fompi.torch.<operation>`: the operation, with two arguments more."""
+    name = f"fompi.torch.{operation.name}"
 
     @functools.wraps(operation)
     def call(*args: Any, gradient: str = "sum", arriving: Sequence[int] | None = None, **options: Any) -> Any:
         if torch.compiler.is_compiling():
             DOORS.prepare()
             return DOORS.traced(operation, args, options, gradient, arriving)
-        operator = OPERATORS.get(operation.name)
         try:
-            comm = communicator(options.get("comm"))
+            options["comm"] = communicator(options.get("comm"))
         except Exception as error:
             operation.refuse(error, None)
             raise
-        arguments, comm, call_options = operation.read(args, {**options, "comm": comm})
+        arguments, comm, how = operation.read(args, dict(options))
         try:
-            check(operation.name, arguments, gradient)
-            if operator is None:  # its rows go to experts
-                if arriving is not None:
-                    raise LayoutError(f"fompi.torch.{operation.name} takes no arriving= for rows that go to experts")
-                return operation.run(arguments, comm, call_options)  # no operator, but a node of autograd
-            given = None if arriving is None else list(map(index, arriving))
+            check_convention(name, gradient)
+            if operation.name in GROUPED and arriving is not None:
+                raise LayoutError(f"{name} takes no arriving= for rows that go to experts")
+            rows = None if arriving is None else list(map(index, arriving))
         except Exception as error:
             operation.refuse(error, comm)
             raise
-        return operator.nested(operator(arguments, comm, call_options, gradient=gradient, arriving=given))
+        if operation.name in GROUPED or how.certify:
+            return operation.run(arguments, comm, how)  # no operator, but a node of autograd
+        if "ws" in PARAMETERS[operation.name]:
+            args, options = args[:1], {**options, "ws": arguments.weights, "biases": arguments.biases}
+        result, reason = of_call(operation, list(map(_plain, args)), _plain(options), gradient, rows)
+        if reason in REFUSED:
+            operation.refuse(TensorError(f"{name}{REFUSED[reason]}"), comm)
+        return result if reason is None else operation.run(arguments, comm, how)  # it refuses them
 
     return call
 
 
-# ------------------------------------------------------------------------------------------- a product without messages
+REFUSED = {"out": " takes no out=", "tensor": ": all tensors must be torch tensors"}
+"""What `fompi.torch.<operation>` refuses, and the operation does not."""
+
+
+def _plain(value: Any) -> Any:
+    """The value with integers of Python and lists in the place of those of NumPy."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (np.ndarray, range)):
+        return list(map(_plain, value))
+    if isinstance(value, (list, tuple)) and not (value and isinstance(value[0], torch.Tensor)):
+        return [_plain(each) for each in value]
+    return int(value) if isinstance(value, np.integer) else value
 
 
 def replicated_matmul(x: torch.Tensor, w: torch.Tensor, *, bias: Any = None, comm: Any = None) -> torch.Tensor:
@@ -593,14 +665,16 @@ def _product_backward(ctx: Any, dy: torch.Tensor) -> Any:
     dx = None
     if needs[0]:
         words = joined("in the backward of replicated_matmul", ctx.words)
-        dx = torch.ops.fompi.matmul_all_reduce(dy, w.mH, comm=ctx.comm, gradient="replicated", words=words)
+        given = {"x": dy, "w": w.mH, "comm": ctx.comm, "gradient": "replicated", "words": words}
+        dx = node("matmul_all_reduce", given)
     dw = x.flatten(0, -2).mH @ dy.flatten(0, -2) if needs[1] else None  # reshape cannot tell -1 from no columns
     return dx, dw, dy.sum(tuple(range(dy.dim() - 1))) if ctx.is_biased else None, None, None
 
 
 _SCHEMA = '(Tensor x, Tensor w, Tensor? bias=None, str comm="", str words="") -> Tensor'
-_made = define("replicated_matmul", _SCHEMA, _product, _product)
-_made.register_autograd(_product_backward, setup_context=_keep_product)
+define("replicated_matmul", _SCHEMA, _product, _product).register_autograd(
+    _product_backward, setup_context=_keep_product
+)
 
 PUBLIC: dict[str, Callable[..., Any]] = {
     **{name: _public(operation) for name, operation in DIFFERENTIABLE.items()},

@@ -39,7 +39,6 @@ from fompi.plans.meaning import MEANING
 from fompi.torch import operators, private
 from fompi.torch.process_group import on_device
 
-OPS = torch.ops.fompi
 HALF = (torch.bfloat16, torch.float16)
 REPLICATE, LAST = (Replicate(),), (Shard(-1),)
 GATHERS_INPUTS = private.has_gradient_placements()
@@ -62,8 +61,7 @@ def fused_calls() -> FusedCalls:
     What is clear when a module is parallelized counts there, once. What depends on the input counts at each call. In a
     compiled function it counts when it is compiled.
     """
-    ran = {name: operator.calls for name, operator in operators.OPERATORS.items() if name in FUSED}
-    return FusedCalls({name: calls for name, calls in ran.items() if calls}, dict(_LEFT))
+    return FusedCalls({name: calls for name, calls in operators.RAN.items() if name in FUSED}, dict(_LEFT))
 
 
 @private.run_by_the_compiler
@@ -88,6 +86,11 @@ def _layer(number: int) -> str:
     return "" if torch.compiler.is_compiling() else f"{operators.OF_LAYER} {number}"
 
 
+def _node(name: str, **given: Any) -> Any:
+    """The operator of an operation, in eager and in compiled code. `comm` is the name of a group."""
+    return operators.node(name, {"gradient": "sum", **given})
+
+
 class _GatheredColumns(torch.autograd.Function):
     """full = all_gather(x, dim); return full, full @ w0, full @ w1, ...: one gather here, and two in the backward."""
 
@@ -110,19 +113,21 @@ class _GatheredColumns(torch.autograd.Function):
         if read:
             dy, w = torch.cat([dys[i] for i in read], -1), torch.cat([ws[i] for i in read], 1)
             if ctx.needs_input_grad[4]:
-                dx = OPS.matmul_reduce_scatter(dy, w.mH, counts=ctx.rows, **common)
+                dx = _node("matmul_reduce_scatter", x=dy, w=w.mH, counts=ctx.rows, **common)
             if any(ctx.needs_input_grad[5:]):
-                dw = OPS.all_gather_weight_gradient(x.conj().resolve_conj(), dy, arriving=ctx.rows, **common)
+                x = x.conj().resolve_conj()
+                dw = _node("all_gather_weight_gradient", x=x, h=dy, arriving=ctx.rows, **common)
                 for i, part in zip(read, dw.split([ws[i].shape[1] for i in read], 1), strict=True):
                     dws[i] = part
         if dfull is not None and ctx.needs_input_grad[4]:
-            term = OPS.reduce_scatter(dfull, counts=ctx.rows, **common)
+            term = _node("reduce_scatter", x=dfull, counts=ctx.rows, **common)
             dx = term if dx is None else dx + term
         return None, None, None, None, dx, *dws
 
 
 def _products(group: str, dim: int, rows: list[int] | None, words: str, x: Tensor, *ws: Tensor) -> tuple[Tensor, ...]:
-    full, products = OPS.all_gather_matmul_many(x, list(ws), [], dim, comm=group, arriving=rows, words=words)
+    given = {"x": x, "ws": ws, "dim": dim, "comm": group, "arriving": rows, "words": words}
+    full, products = _node("all_gather_matmul_many", **given)
     return full, *products
 
 
@@ -270,12 +275,12 @@ class ColwiseLinear(_Linear):
         x, w, bias = _cast(given.x, w, bias)
         if given.dim is not None:
             words = self.words(x, w, bias)
-            y = OPS.all_gather_matmul(x, w.t(), bias, given.dim, comm=self.group, arriving=given.rows, words=words)
-            return y.contiguous()
+            common: dict[str, Any] = {"dim": given.dim, "comm": self.group, "arriving": given.rows, "words": words}
+            return _node("all_gather_matmul", x=x, w=w.t(), bias=bias, **common).contiguous()
         if isinstance(input, DTensor):  # torch sums the gradients of all readers of the input before it reduces them
             _leave("ColwiseLinear: the input is a replicated DTensor")
             return F.linear(_cast(_local(input, Partial()))[0], w, bias)
-        return OPS.replicated_matmul(x, w.t(), bias, self.group, _layer(self.number))
+        return torch.ops.fompi.replicated_matmul(x, w.t(), bias, self.group, _layer(self.number))
 
 
 class RowwiseLinear(_Linear):
@@ -301,10 +306,11 @@ class RowwiseLinear(_Linear):
         if dim is None:
             words, rows = self.words(x, w, bias, "replicated"), x.shape[:-1]
             x = x.flatten(0, -2)  # the first dimension is cut: of a batch of one sequence it has one row
-            y = OPS.matmul_all_reduce(x, w.t(), bias, comm=self.group, gradient="replicated", words=words)
-            return y.unflatten(0, rows)
+            common: dict[str, Any] = {"comm": self.group, "gradient": "replicated", "words": words}
+            return _node("matmul_all_reduce", x=x, w=w.t(), bias=bias, **common).unflatten(0, rows)
         counts, words = _uneven(x.shape[dim], self.size), self.words(x, w, bias)
-        return OPS.matmul_reduce_scatter(x, w.t(), bias, dim, counts, comm=self.group, words=words).contiguous()
+        common = {"dim": dim, "counts": counts, "comm": self.group, "words": words}
+        return _node("matmul_reduce_scatter", x=x, w=w.t(), bias=bias, **common).contiguous()
 
     def columns(self, x: Tensor) -> Tensor:
         """A local tensor with the columns of this rank, or a DTensor whose last dimension is sharded."""
@@ -437,8 +443,7 @@ def install() -> ExitStack:
     before = {theirs: theirs._apply for theirs in _OWN}
     _set({theirs: own._apply for theirs, own in _OWN.items()})
     _watch_transformers()
-    for operator in operators.OPERATORS.values():
-        operator.calls = 0
+    operators.RAN.clear()
     _LEFT.clear()
     until = ExitStack()
     until.callback(_set, before)

@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fompi.torch.groups import communicator
+from fompi.torch.operators import node
 from fompi.torch.process_group import on_device
 
 LEAST_ROWS = 256
@@ -58,5 +59,6 @@ class Rowwise:
         ):
             return self.theirs(x)
         b = bias.to_local() if isinstance(bias, DTensor) else bias
-        y = torch.ops.fompi.matmul_all_reduce(x.flatten(0, -2), w.to_local().t(), b, comm=self.group)
+        given = {"x": x.flatten(0, -2), "w": w.to_local().t(), "bias": b, "comm": self.group}
+        y: torch.Tensor = node("matmul_all_reduce", {**given, "gradient": "sum", "words": ""})
         return y.unflatten(0, rows)

@@ -66,7 +66,7 @@ def squares(results):
     return sum((y**2).sum() for y in jax.tree.leaves(results))
 
 
-@pytest.mark.parametrize("name", fompi.jax.parallel.__all__)
+@pytest.mark.parametrize("name", fompi.jax.strategies.__all__)
 def test_gradients(world, alone, name, monkeypatch):
     of, tensors = call(name, world, alone)
     kept = []
@@ -84,7 +84,7 @@ def test_gradients(world, alone, name, monkeypatch):
 
 def test_under_jit(world, alone):
     """All strategies in one compiled program: results and gradients as outside of it, also in a loop."""
-    calls = {name: call(name, world, alone) for name in fompi.jax.parallel.__all__}
+    calls = {name: call(name, world, alone) for name in fompi.jax.strategies.__all__}
     leaves = {name: [jnp.asarray(t) for t in tensors] for name, (_, tensors) in calls.items()}
 
     def program(leaves):

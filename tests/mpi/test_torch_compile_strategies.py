@@ -11,7 +11,7 @@ import fompi
 from fompi.base.layout import split
 from fompi.parallel import expert, sequence, tensor
 from fompi.torch import nn
-from fompi.torch.strategy_operators import KEPT, STRATEGIES
+from fompi.torch.operators import CALLS, STRATEGIES
 
 pytestmark = [pytest.mark.ranks(mpich=[2], openmpi=[]), pytest.mark.one_mpi, pytest.mark.usefixtures("float64")]
 
@@ -92,7 +92,7 @@ def test_strategies_equal_those_without_the_compiler(tp):
     with torch.no_grad():
         for actual, wanted in zip(f(given), expected, strict=False):
             assert torch.equal(actual, wanted)
-    assert not any(KEPT._saved.values())
+    assert not any(call.forwards.kept for call in CALLS.values())
 
 
 @pytest.mark.timeout(110)
