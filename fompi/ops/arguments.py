@@ -5,7 +5,7 @@ Nothing here communicates. Errors that other ranks must see too are raised here 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -71,7 +71,7 @@ class Arguments:
     keep: bool = False  # the rows that arrive are a result too
     expects: int = -1  # how many rows must arrive here, if no operand and no out= says it; -1: any number
     arriving: Sequence[int] | None = None  # how many rows must arrive from each rank of an exchange; None: `expects`
-    key: Hashable = None  # by which the call is found again without being read (`fompi.ops.front`)
+    known: Any = None  # the call as its key says it, by which it is found without being read (`fompi.ops.keys`)
     words: str = ""  # what the ranks compare besides: whose gradients are wanted, in which backward, at which step
     result: Callable[[dict[str, Any]], Any] = field(default=lambda outputs: outputs["y"])  # from outputs by name
 
