@@ -5,7 +5,7 @@ So the first call of a form leaves a `Ticket`. From the second one on C exchange
 of the last time, and carries out the plan. If they differ, if a rank fails or is long silent, Python goes on with the
 call, as if it had begun it.
 
-    task = ticket.begin(...)  # DONE: C has finished the call. A TicketInC: it goes on. None: not here, nothing has begun
+    task = ticket.begin(...)  # DONE: C has finished the call. A TicketInC: it goes on. None: nothing has begun
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fompi.engine.native import engine as engine_in_c
 from fompi.engine.tasks import HANDSHAKE, Sent, Task
 from fompi.ops.arguments import Arguments, LocalCall, names_of
 from fompi.plans.plan import MESSAGE_BITS
-from fompi.runtime.compiled import Compiled
+from fompi.runtime.compiled import Compiled, Sized
 from fompi.runtime.given import MOST_KNOWN, address_of
 from fompi.runtime.lower import Agreed, Headers, table, with_agreement
 from fompi.runtime.native_run import (
@@ -135,9 +135,10 @@ class Memory:
         self.fields[:] = own, expected, expected
         self.bases = np.zeros(len(table.buffers), np.uint64)
         shapes, arena, buffers = ticket.sized.shapes, comm.engine.arena, ticket.program.buffers
+        names = [*buffers]
         self.kept = {name: ticket.backend.empty(arena, shapes[name], buffers[name].dtype) for name in ticket.kept}
         for name, array in self.kept.items():
-            self.bases[ticket.names.index(name)] = address_of(array)
+            self.bases[names.index(name)] = address_of(array)
         self.bases[-3:] = [part.ctypes.data for part in self.headers]
         self.call.place(self.bases)
         self.call.form(np.array([*ticket.given.values()], np.int32), len(self.headers), packet)
@@ -147,8 +148,7 @@ class Memory:
 class Ticket:
     """What the ranks have decided about a call of one form on one communicator. With it C makes such a call again.
 
-    `given`: the buffers whose memory is another one at each call, and where the program has them. The tensors of a
-    call are `tensors` by name, in their order, then the result.
+    The tensors of a call are `tensors` by name, in their order, then the result.
     """
 
     used = False  # True if a call was made by it since the cache has looked
@@ -168,23 +168,36 @@ class Ticket:
     ):
         self.name, self.comm, self.program, self.extents, self.backend = name, comm, program, extents, backend
         self._chosen = backend if comm.backend is backend else None  # that of the communicator, which may change
-        self.sized, self.in_place = program.sized(extents), local.in_place
-        self.is_small, self.is_long = program.is_small(self.sized), program.is_long(self.sized)
+        self.in_place, self.over_x = local.in_place, local.in_place and not program.plan.problem.over_x
         self.schedule, self.schedules = program.plan.schedule, len(SCHEDULES)
         self.generator = SCHEDULES.get(self.schedule)
-        self.over_x = local.in_place and not program.plan.problem.over_x  # copied at the end
-        self.kept = [
-            b.name
-            for b in program.program.buffers
-            if b.role == "scratch" or (b.role == "output" and self.over_x)
-        ]  # fmt: skip
-        self.names = tuple(program.buffers)
-        self.given = {name: at for at, name in enumerate(self.names) if name not in self.kept}
         self.tensors = names_of(local.problem, arguments)
         self._shape, self._framework = local.shape, local.like.framework
         self._headers = b"".join(agreement.headers()), agreement.headers_in
         self._free: list[Memory] = []
         self._in_flight = 0
+
+    # -- what follows, worked out at the second call: many calls are not made again
+    @cached_property
+    def sized(self) -> Sized:
+        """The rows of the call."""
+        return self.program.sized(self.extents)
+
+    @cached_property
+    def is_small(self) -> bool:
+        """As in `Compiled`."""
+        return self.program.is_small(self.sized)
+
+    @cached_property
+    def kept(self) -> list[str]:
+        """The buffers that are no tensors of a call: scratch, and a result that is copied to x at the end."""
+        is_kept = ("scratch", "output") if self.over_x else ("scratch",)
+        return [buffer.name for buffer in self.program.program.buffers if buffer.role in is_kept]
+
+    @cached_property
+    def given(self) -> dict[str, int]:
+        """The other ones, and where the program has them."""
+        return {name: at for at, name in enumerate(self.program.buffers) if name not in self.kept}
 
     @cached_property
     def lowered(self) -> Lowered | None:
@@ -195,10 +208,9 @@ class Ticket:
             self.is_dropped = True
             return None
         in_place = self.over_x and "y" in plan.buffers
-        expected = np.array(self._headers[1])
-        own = np.frombuffer(self._headers[0], np.int64).reshape(expected.shape).copy()
+        own, expected = (np.frombuffer(each, np.int64).reshape(comm.size, -1).copy() for each in self._headers)
         carries = self.is_small and program.plan.problem.moves != "all_to_all"  # else headers differ between receivers
-        presumed = presumption(self._headers[1]) if carries else 0
+        presumed = presumption(expected.tolist()) if carries else 0
         headers = Headers(HEADER_NBYTES, packet_nbytes(comm.size), HANDSHAKE, presumed)
         agreed = with_agreement(plan, comm.rank, comm.size, headers, in_place)
         own[:, -1] = agreed.carries
@@ -342,7 +354,7 @@ class Ticket:
     ) -> Any:
         """Begin a call on memory at these addresses, those of `given`.
 
-        DONE: C has finished it. A TicketInC: it goes on. None: not here; nothing has begun, and Python must do the call.
+        DONE: C has finished it. A TicketInC: it goes on. None: nothing has begun, and Python must do the call.
 
         `held` is the memory of the call, kept until it is finished; the last of it is its result. If Python goes on
         with the call, it does so as what `describe()` returns: its `take_over(flight)` is the task from then on.
@@ -375,7 +387,8 @@ class Ticket:
                     memory.bases[[*self.given.values()]] = addresses
                     kernels = self._kernels(memory, addresses, strided)
                     flight = TicketInC(self, memory, stamp, kernels, describe, held, note, strided)
-                    flight.awaited, flight.is_long, flight.forwards = waits, self.is_long, self.program.forwards
+                    flight.awaited, flight.forwards = waits, self.program.forwards
+                    flight.is_long = self.program.is_long(self.sized)
                     flight.moved()
             if is_finished:
                 channel.begun[0] = stamp
