@@ -36,6 +36,7 @@ import numpy as np
 from fompi.base.errors import LayoutError, PlanError, ShapeError, StateError, TensorError
 from fompi.engine.communicator import Communicator
 from fompi.engine.control import Channel
+from fompi.engine.tasks import DONE
 from fompi.mpi import environment
 from fompi.mpi.link import PAUSE_SECONDS
 from fompi.mpi.transport import gpu_awareness, load_mpi, start_mpi
@@ -44,7 +45,6 @@ from fompi.ops.arguments import SUMS
 from fompi.ops.by_library import ALWAYS, INSIDE, LIMITS, SIZED, most_started, watch
 from fompi.ops.keys import MOST_KEYS, Shortcuts, known_call, place_of
 from fompi.ops.operation import Operation
-from fompi.ops.ticket import DONE
 from fompi.plans.problems import order_of
 from fompi.tensors.capsules import code_on_host
 

@@ -19,10 +19,10 @@ from fompi.base.doors import DOORS
 from fompi.base.errors import ArgumentError, LaunchError, LayoutError, PlanError, TensorError, meant, of_signature
 from fompi.engine.communicator import Carrier, Communicator
 from fompi.engine.handshake import agree
+from fompi.engine.tasks import DONE
 from fompi.ops.arguments import Arguments, localise
 from fompi.ops.keys import known_call
 from fompi.ops.pending import Pending, Started, program_of
-from fompi.ops.ticket import DONE
 from fompi.plans.meaning import VARIANTS
 from fompi.plans.tree import Canonical
 from fompi.schedules.registry import as_slices

@@ -31,9 +31,10 @@ from fompi.base.layout import Extents, Slices, integer
 from fompi.base.log import log
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import Agreement, agree
+from fompi.engine.tasks import DONE
 from fompi.ops.arguments import Arguments, LocalCall
 from fompi.ops.compared import common_of, in_words, schedule_of, signature_of
-from fompi.ops.ticket import DONE, Ticket, TicketInC, form_of, keep
+from fompi.ops.ticket import Ticket, TicketInC, form_of, keep
 from fompi.planner.choose import decode_rows, encode_rows, is_even, window_of_call
 from fompi.plans.over_x import over_x
 from fompi.plans.plan import MOST_MESSAGES, Plan
@@ -414,18 +415,23 @@ class Pending:
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for the result. Raises the error of the call, and WaitTimeout after `timeout` seconds (it goes on)."""
-        engine, channel = self._comm.engine, self._comm.channel
-        self._is_unread = False
-        end = None if timeout is None else perf_counter() + timeout
-        task = None
         if self._ticket is not None:
             drive_in_c(self.task)
+        if not self._await(timeout):
+            raise WaitTimeout(f"fompi.{self._name} is not finished after {timeout:g} s; it goes on")
+        return self.result
+
+    def _await(self, timeout: float | None, until: Callable[[], Callable[[], bool] | None] = lambda: None) -> bool:
+        """Drive what does the call until it is finished, or `until()()`. False: not within `timeout`."""
+        engine, channel, self._is_unread = self._comm.engine, self._comm.channel, False
+        end = None if timeout is None else perf_counter() + timeout
+        task = None
         while task is not self.task:  # in C, then the agreement, then the run
             task = self.task
             seconds = None if end is None else max(0.0, end - perf_counter())
-            if not engine.wait(task, channel, seconds):
-                raise WaitTimeout(f"fompi.{self._name} is not finished after {timeout:g} s; it goes on")
-        return self.result
+            if not engine.wait(task, channel, seconds, until=until()):
+                return False
+        return True
 
     def then(self, callback: Callable[[], object]) -> None:
         """Call `callback()` once it is finished, in a thread that drives fompi. It must not raise."""
@@ -444,15 +450,9 @@ class Pending:
             raise StateError(f"the result of fompi.{self._name} has no rows of single ranks: call wait()")
         if integer(rank) is None or not 0 <= rank < comm.size:
             raise LayoutError(f"fompi.{self._name}: {rank!r} is not one of the {comm.size} ranks")
-        engine, channel = comm.engine, comm.channel
-        self._is_unread = False
-        end = None if timeout is None else perf_counter() + timeout
-        task = None
-        while task is not self.task:
-            task = self.task
-            seconds = None if end is None else max(0.0, end - perf_counter())
-            if not engine.wait(task, channel, seconds, until=self._has_come(rank)):
-                raise WaitTimeout(f"the rows of rank {rank} in fompi.{self._name} are not here after {timeout:g} s")
+        if not self._await(timeout, lambda: self._has_come(rank)):
+            raise WaitTimeout(f"the rows of rank {rank} in fompi.{self._name} are not here after {timeout:g} s")
+        task = self.task
         if task.finished or task.error is not None:
             array = dlpack.borrow(self.result, "the result").array
         else:

@@ -27,7 +27,7 @@ from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import HEADER_NBYTES, Agreement, carried, packet_nbytes, presumption
 from fompi.engine.in_flight import FINISHED
 from fompi.engine.native import engine as engine_in_c
-from fompi.engine.tasks import HANDSHAKE, Sent, Task
+from fompi.engine.tasks import DONE, HANDSHAKE, Sent, Task
 from fompi.ops.arguments import Arguments, LocalCall, names_of
 from fompi.plans.plan import MESSAGE_BITS
 from fompi.runtime.compiled import Compiled, Sized
@@ -57,11 +57,6 @@ MOST_TICKETS = 512
 
 MOST_IN_FLIGHT = 16
 """The calls of one form that may be in flight in C. Others run in Python."""
-
-DONE = Task()
-"""The task of a call that C has finished."""
-
-DONE.finished = True
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 

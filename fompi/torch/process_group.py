@@ -41,13 +41,13 @@ from fompi.base.errors import (
     WaitTimeout,
 )
 from fompi.engine.communicator import Communicator
+from fompi.engine.tasks import DONE
 from fompi.mpi import environment, launcher, transport
 from fompi.mpi.link import of_members
 from fompi.ops import messages, operations
 from fompi.ops.arguments import SUMS
 from fompi.ops.keys import Shortcuts, known_call, place_of
 from fompi.ops.message_forms import PlainForm, PlainMemory
-from fompi.ops.ticket import DONE
 from fompi.tensors import dlpack
 from fompi.torch import private, streams
 from fompi.torch.memory import copy_parts, flat, is_place_for, joined, place_for, rows
