@@ -55,30 +55,30 @@ def known_call(name: str, args: Sequence[Any], options: Mapping[str, Any], compa
     """
     if default_device() is not None:
         return None
-    key: list[Any] = [name, compared]
-    tensors, addresses = tuple(args), list[int]()
-    for x in args:
+    tensors, addresses, forms = tuple(args), (), ()  # type: tuple[Any, ...], tuple[int, ...], tuple[Hashable, ...]
+    for x in tensors:
         place = place_of(x)
         if place is None:
             return None
-        key.append(place[0])
-        addresses.append(place[1])
+        forms += (place[0],)
+        addresses += (place[1],)
     out, out_at = None, 0
+    rest: list[Any] = []
     for option, value in options.items():
         if type(value) in PLAIN:
-            key += [option, type(value), value]
+            rest += [option, type(value), value]
         elif option != "comm":
             place = place_of(value)
             if place is None:
                 return None
             form, at = place
-            key += [option, form]
             if option == "out":
                 out, out_at = value, at
-                key.append(at == addresses[0] if addresses else False)
+                rest += [option, form, at in addresses[:1]]
             else:
-                tensors, addresses = (*tensors, value), [*addresses, at]
-    return KnownCall(tuple(key), tensors, tuple(addresses), out, out_at)
+                rest += [option, form]
+                tensors, addresses = (*tensors, value), (*addresses, at)
+    return KnownCall((name, compared, *forms, *rest), tensors, addresses, out, out_at)
 
 
 class Shortcuts:
