@@ -158,10 +158,8 @@ class Communicator(Shared):
         self.channel.timeout = seconds  # for the agreement below, too
         self.channel.comm = self
         self.plans: dict[Any, Any] = {}  # the compiled programs of unbound calls (`fompi.ops.pending`)
-        self.tickets: dict[Any, Any] = {}  # unbound calls that run in C, by form (`fompi.ops.ticket`)
+        self.tickets: dict[Any, Any] = {}  # unbound calls that were made before, by form and key (`fompi.ops.ticket`)
         self.agreed: dict[tuple[int, int], int] = {}  # the rows that have fit on all ranks (`fompi.engine.handshake`)
-        self.fronts: dict[Any, Any] = {}  # the same, by their arguments (`fompi.ops.front`)
-        self.seen: dict[int, None] = {}  # the forms of calls that were made once, as hashes
         self.choices: dict[str, Any] = {}  # the schedules that were measured as the fastest (`fompi.tuning.autotune`)
         self.machine: Machine | None = None  # the machine of FOMPI_MACHINE, restricted to these ranks
         self.turns: deque[int] = deque()  # stamps of unbound calls that may start the MPI library's collectives
@@ -446,7 +444,6 @@ class Communicator(Shared):
             with self.engine.lock:
                 self.plans.clear()
                 self.tickets.clear()
-                self.fronts.clear()
             devices = [paths.device for paths in self._paths.values()]
             self._paths.clear()
             with self.engine.lock:

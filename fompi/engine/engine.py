@@ -140,7 +140,7 @@ class Engine(InFlight):
 
     def in_c(self, task: Any, library: Any) -> None:
         super().in_c(task, library)
-        if self.helper is not None:
+        if self.helper is not None and self.helper.library is None:
             self.helper.share(library)
 
     def progress(self, helping: bool = False) -> bool:

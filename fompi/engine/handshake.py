@@ -266,10 +266,10 @@ class Agreement(Task):
         return self._round == HANDSHAKE
 
     @property
-    def headers_in(self) -> list[tuple[int, ...]]:
+    def headers_in(self) -> bytes:
         """The headers of all ranks, in rank order, if it had one round."""
-        fields = _packets(self.comm.size).unpack(self._inbox)
-        return [fields[at : at + _FIELDS] for at in range(0, len(fields), _FIELDS)]
+        inbox, packet = self._inbox, packet_nbytes(self.comm.size)
+        return b"".join([inbox[at : at + HEADER_NBYTES] for at in range(0, len(inbox), packet)])
 
     def go_on(
         self, inbox: Any, carries: Sequence[int], requests: Sequence[tuple[int, int]], code: int, begun: float

@@ -196,7 +196,7 @@ class Helper:
 
     def __init__(self, engine: Driven, pause: Pause, worker: Worker | None = None):
         self.engine, self.worker, self._moved_at = engine, worker, 0.0
-        self._library: Any = None  # whose thread polls the calls that are in C
+        self.library: Any = None  # whose thread polls the calls that are in C
         self.use(pause)
         self._awake = self._resting = self._stopped = False
         self._wake_up, self._lock = Event(), Lock()
@@ -205,17 +205,17 @@ class Helper:
     def use(self, pause: Pause) -> None:
         """Sleep between polls as `pause` says."""
         self.pause, self.seconds = pause, pause.least
-        if self._library is not None:
-            self._library.help(*pause.in_c())
+        if self.library is not None:
+            self.library.help(*pause.in_c())
 
     def share(self, library: Any) -> None:
         """Let a thread of C poll the calls that are in C, as this one does (`fompi.native._native.Library`)."""
-        if self._library is None and not self._stopped and library.help(*self.pause.in_c()):
-            self._library = library
+        if self.library is None and not self._stopped and library.help(*self.pause.in_c()):
+            self.library = library
 
     def stop_sharing(self) -> None:
         """End the thread of C, until the next call in C."""
-        library, self._library = self._library, None
+        library, self.library = self.library, None
         if library is not None:
             library.stop()
 
@@ -224,8 +224,8 @@ class Helper:
         if self._awake or self._stopped:
             if self._resting and must_poll:
                 self._wake_up.set()
-                if self._library is not None:
-                    self._library.wake()
+                if self.library is not None:
+                    self.library.wake()
             return
         with self._lock:
             self._awake = True
@@ -283,14 +283,14 @@ class Helper:
     def _rest(self) -> None:
         """Wait until there is something to poll, or something that C leaves to Python."""
         engine = self.engine
-        if self._library is None:
+        if self.library is None:
             self._wake_up.wait(REST_SECONDS)
         else:
-            self._library.rest(REST_SECONDS)
+            self.library.rest(REST_SECONDS)
         self._wake_up.clear()
         if engine.computing:  # if nothing is computing, MPI may be finalized
             engine.receive_control()  # other ranks may ask whether this rank is alive
-        if self._library is not None and not engine.idle:
+        if self.library is not None and not engine.idle:
             engine.progress(helping=True)
 
     def _poll(self) -> None:

@@ -111,6 +111,12 @@ class Task:
         self.abandon(error)
 
 
+DONE = Task()
+"""Stands for a task that was finished when it began: C has carried it out at once."""
+
+DONE.finished = True
+
+
 class Listener(Protocol):
     """What a wait needs of the control channel of its communicator (`fompi.engine.control.Channel`)."""
 

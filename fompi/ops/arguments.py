@@ -5,7 +5,7 @@ Nothing here communicates. Errors that other ranks must see too are raised here 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -71,7 +71,7 @@ class Arguments:
     keep: bool = False  # the rows that arrive are a result too
     expects: int = -1  # how many rows must arrive here, if no operand and no out= says it; -1: any number
     arriving: Sequence[int] | None = None  # how many rows must arrive from each rank of an exchange; None: `expects`
-    key: Hashable = None  # by which the call is found again without being read (`fompi.ops.front`)
+    known: Any = None  # the call as its key says it, by which it is found without being read (`fompi.ops.keys`)
     words: str = ""  # what the ranks compare besides: whose gradients are wanted, in which backward, at which step
     result: Callable[[dict[str, Any]], Any] = field(default=lambda outputs: outputs["y"])  # from outputs by name
 
@@ -121,6 +121,31 @@ class LocalCall(NamedTuple):
     runs: Sequence[Sequence[int]] = ()  # where rows go to experts: the rows of each run, for each rank
 
 
+class Borrowed(NamedTuple):
+    """The tensors of a call, as the program passed them. Where x is a list of `leaves`, `x` is like each of them."""
+
+    x: Tensor
+    weights: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    operands: Sequence[Tensor]
+    out: Tensor | None
+    leaves: Sequence[Tensor]
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights, the biases that are not None, and the operands, with what messages call them."""
+        for kind, tensors in (("w", self.weights), ("bias", self.biases), ("h", self.operands)):
+            for i, tensor in enumerate(tensors):
+                if tensor is not None:
+                    yield problems.argument(kind, i, len(tensors)), tensor
+
+
+Place = tuple[int, int, tuple[int, ...], tuple[float, float] | None]
+"""Where x has its rows: the dimension, that whose columns an all-to-all splits (-1: none), and its columns.
+
+Then when x was made contiguous, if it was.
+"""
+
+
 def localise(
     operation: str, arguments: Arguments, rank: int, size: int, call_options: CallOptions = DEFAULTS
 ) -> LocalCall:
@@ -128,59 +153,98 @@ def localise(
 
     Raises TensorError, DtypeError, ShapeError, LayoutError or PlanError.
     """
-    borrow = dlpack.borrow if default_device() is None else upload
-    leaves: Sequence[Tensor] = ()
-    order = call_options.order
-    if order != "any":
-        order = problems.order_of(order)
-        leaves = _leaves(operation, arguments, rank, size, order, borrow)
-    x = borrow(arguments.x, "x") if not leaves else replace(leaves[0])
-    weights: Sequence[Tensor] = ()
-    biases: Sequence[Tensor | None] = ()
-    operands: Sequence[Tensor] = ()
-    if arguments.weights or arguments.operands:
-        weights = [borrow(w, "w") for w in arguments.weights]
-        biases = [None if b is None else borrow(b, "bias") for b in arguments.biases]
-        operands = [borrow(h, "h") for h in arguments.operands]
-    out = None if arguments.out is None else borrow(arguments.out, "out")
-    device = x.device
-    if (weights or operands or out is not None) and any(
-        tensor is not None and tensor.device is not device for tensor in (*weights, *biases, *operands, out)
-    ):
-        raise _on_two_devices(operation, x, (*_named(weights, biases, operands), ("out=", out)))
-    flat = not weights and is_flat(operation)
-    shape, packing, dim, split_at = x.array.shape, None, 0, -1
-    columns: tuple[int, ...] = ()
-    meaning = MEANING[operation]
+    order = call_options.order if call_options.order == "any" else problems.order_of(call_options.order)
+    tensors = _borrow(operation, arguments, rank, size, order)
+    x, weights, _, operands, out, leaves = tensors
+    shape, meaning = x.array.shape, MEANING[operation]
     experts: tuple[int, ...] = ()
     if meaning.grouped:
         experts = experts_of(operation, arguments.experts, [w.array.shape for w in weights], rank, size)
-    if flat:
+    dim, split, columns, packing = _rows_first(operation, arguments, tensors, rank, size)
+    if split >= 0:
+        operation = "all_to_all_columns"
+    problem = _problem(operation, arguments, tensors, columns, experts, size)
+    if call_options.wire is not None:
+        problem = problems.on_wire(problem, call_options.wire)
+    if order != "any":
+        problem = problems.in_order(problem, order, rank)
+    if operation == "scatter" and rank != problem.root:
+        x.array = x.array[:0]
+    rows, runs = _rows(problem, arguments, len(x.array), rank)
+    packed = not (problem.multiplies_first or problem.deals_x or leaves or x.array.flags.c_contiguous)
+    arrays = _inputs(problem, tensors, dim, rank)
+    if columns or (problem.is_split and weights):
+        arrays = problem.cut(arrays, rank)
+    expects = len(operands[0].array) if operands else arguments.expects
+    in_place = False
+    if out is not None:
+        in_place = problem.flat and not leaves and out.array.flags.c_contiguous and _same_memory(x, out)
+        for name, tensor in () if in_place else (*(("x", leaf) for leaf in leaves or (x,)), *tensors.named()):
+            if _overlap(out, tensor):
+                raise TensorError(f"{operation}: out= shares memory with {name}")
+        expects = _check_out(problem, out, shape, dim, split, rank, rows, expects)
+    where = (out, in_place, x.device, packing)
+    return LocalCall(problem, packed, arrays, x, shape, dim, split, rows, expects, *where, runs)
+
+
+def _borrow(operation: str, arguments: Arguments, rank: int, size: int, order: str) -> Borrowed:
+    """The tensors of the call. Raises if they are not all on the host, or all on one device."""
+    borrow = dlpack.borrow if default_device() is None else upload
+    leaves = () if order == "any" else _leaves(operation, arguments, rank, size, order, borrow)
+    x = replace(leaves[0]) if leaves else borrow(arguments.x, "x")
+    if arguments.out is None and not (arguments.weights or arguments.operands):
+        return Borrowed(x, (), (), (), None, leaves)
+    weights = [borrow(w, "w") for w in arguments.weights]
+    biases = [None if b is None else borrow(b, "bias") for b in arguments.biases]
+    operands = [borrow(h, "h") for h in arguments.operands]
+    out, device = None if arguments.out is None else borrow(arguments.out, "out"), x.device
+    tensors = Borrowed(x, weights, biases, operands, out, leaves)
+    if any([t is not None and t.device is not device for t in (*weights, *biases, *operands, out)]):
+        raise _on_two_devices(operation, tensors)
+    return tensors
+
+
+def _rows_first(operation: str, arguments: Arguments, tensors: Borrowed, rank: int, size: int) -> Place:
+    """Make rows the first dimension of x and of the operands. A flat x gets one dimension."""
+    x, weights, _, operands, *_ = tensors
+    if not weights and is_flat(operation):
+        packing = None
         if not x.array.flags.c_contiguous:
             begun = perf_counter()
-            x.array = np.ascontiguousarray(x.array) if device is None else backend_of(device).packed(x.array)
+            x.array = np.ascontiguousarray(x.array) if x.device is None else backend_of(x.device).packed(x.array)
             packing = (begun, perf_counter())
         x.array = x.array.reshape(-1)
-    else:
-        if meaning.deals:
-            columns = columns_of(operation, arguments.columns, shape, weights[0].array.shape, rank, size)
-        else:
-            dim = _dimension(operation, arguments.dim, x.array, bool(weights or operands))
-        if arguments.split_dim is not None:
-            split_at = _dimension(operation, arguments.split_dim, x.array, False, "split_dim")
-        if split_at in (-1, dim):  # always for a product
-            split_at = -1
-        else:
-            operation, meaning = "all_to_all_columns", MEANING["all_to_all_columns"]
-            columns = counts_of(operation, arguments.counts, shape[split_at], size, "what split_dim has")
-            x.array = dlpack.rows_first(x.array, dim, split_at)
-        if dim and not columns:
-            for tensor in (x, *operands):
-                tensor.array = dlpack.rows_first(tensor.array, dim)
-    form = _form(x)
-    if columns and weights and meaning.family == "gather":  # x has only the columns of this rank
+        return 0, -1, (), packing
+    if MEANING[operation].deals:
+        columns = columns_of(operation, arguments.columns, x.array.shape, weights[0].array.shape, rank, size)
+        return 0, -1, columns, None
+    dim, split = _dimension(operation, arguments.dim, x.array, bool(weights or operands)), -1
+    if arguments.split_dim is not None:
+        split = _dimension(operation, arguments.split_dim, x.array, False, "split_dim")
+    if split not in (-1, dim):  # never for a product
+        parts = x.array.shape[split]
+        columns = counts_of("all_to_all_columns", arguments.counts, parts, size, "what split_dim has")
+        x.array = dlpack.rows_first(x.array, dim, split)
+        return dim, split, columns, None
+    for tensor in (x, *operands) if dim else ():
+        tensor.array = dlpack.rows_first(tensor.array, dim)
+    return dim, -1, (), None
+
+
+def _problem(
+    operation: str,
+    arguments: Arguments,
+    tensors: Borrowed,
+    columns: tuple[int, ...],
+    experts: tuple[int, ...],
+    size: int,
+) -> Problem:
+    """The operation on tensors of these forms."""
+    x, weights, biases, operands, *_ = tensors
+    form, root = _form(x), arguments.root
+    if columns and weights and MEANING[operation].family == "gather":  # x has only the columns of this rank
         form = Form((*form.shape[:-1], sum(columns)), form.dtype)
-    problem = problems.problem(
+    return problems.problem(
         operation,
         size,
         form,
@@ -189,49 +253,38 @@ def localise(
         [_form(h) for h in operands] if operands else (),
         flipped=arguments.flipped,
         keep=arguments.keep,
-        root=arguments.root if type(arguments.root) is int else as_integer(arguments.root, f"{operation}: root"),
+        root=root if type(root) is int else as_integer(root, f"{operation}: root"),
         op=arguments.op,
         columns=columns,
         experts=experts,
     )
-    if call_options.wire is not None:
-        problem = problems.on_wire(problem, call_options.wire)
-    if order != "any":
-        problem = problems.in_order(problem, order, rank)
-    if operation == "scatter" and rank != problem.root:
-        x.array = x.array[:0]
+
+
+def _rows(
+    problem: Problem, arguments: Arguments, total: int, rank: int
+) -> tuple[tuple[int, ...], Sequence[Sequence[int]]]:
+    """The rows of this rank (`mine` of `fompi.plans.rows`), and where they go to experts: the rows of each run."""
     runs: Sequence[Sequence[int]] = ()
     counts = None if problem.deals_x else arguments.counts
-    if experts:
-        runs = runs_of(problem, len(x.array), counts, rank)
+    if problem.experts:
+        runs = runs_of(problem, total, counts, rank)
         counts = [sum(run) for run in runs]
-    if (total := len(x.array)) > MOST_ROWS:
+    if total > MOST_ROWS:
         raise LayoutError(
-            f"{operation}: x has {total} rows, at most {MOST_ROWS} are possible on a rank: give x wider rows"
+            f"{problem.operation}: x has {total} rows, at most {MOST_ROWS} are possible on a rank: give x wider rows"
         )
-    rows = mine_of(problem, total, counts, rank)
-    packed = not (problem.multiplies_first or problem.deals_x or leaves or x.array.flags.c_contiguous)
+    return mine_of(problem, total, counts, rank), runs
+
+
+def _inputs(problem: Problem, tensors: Borrowed, dim: int, rank: int) -> dict[str, Array]:
+    """The inputs by name. Of a sum whose terms are subtrees: the sums of their leaves."""
+    x, weights, biases, operands, _, leaves = tensors
     arrays = _terms(problem, x, leaves, dim, rank) if leaves else {"x": x.array}
-    for i, w in enumerate(weights):
-        arrays[problem.name("w", i)] = w.array
-        bias = biases[i] if i < len(biases) else None
-        if bias is not None:
-            arrays[problem.name("bias", i)] = bias.array
-    for i, h in enumerate(operands):
-        arrays[problem.name("h", i)] = h.array
-    if columns or (problem.is_split and weights):
-        arrays = problem.cut(arrays, rank)
-    expects = len(operands[0].array) if operands else arguments.expects
-    in_place = False
-    if out is not None:
-        in_place = flat and not leaves and out.array.flags.c_contiguous and _same_memory(x, out)
-        given = [("x", leaf) for leaf in leaves or (x,)]
-        for name, tensor in () if in_place else (*given, *_named(weights, biases, operands)):
-            if _overlap(out, tensor):
-                raise TensorError(f"{operation}: out= shares memory with {name}")
-        expects = _check_out(problem, out, shape, dim, split_at, rank, rows, expects)
-    where = (out, in_place, device, packing)
-    return LocalCall(problem, packed, arrays, x, shape, dim, split_at, rows, expects, *where, runs)
+    for kind, given in (("w", weights), ("bias", biases), ("h", operands)):
+        for i, tensor in enumerate(given):
+            if tensor is not None:
+                arrays[problem.name(kind, i)] = tensor.array
+    return arrays
 
 
 def _leaves(
@@ -286,17 +339,8 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     return dlpack.overlap(*(tensor.array if tensor.host is None else tensor.host for tensor in (a, b)))
 
 
-def _named(
-    weights: Sequence[Tensor], biases: Sequence[Tensor | None], operands: Sequence[Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a call besides x, with what messages call them."""
-    for kind, tensors in (("w", weights), ("bias", biases), ("h", operands)):
-        for i, tensor in enumerate(tensors):
-            if tensor is not None:
-                yield problems.argument(kind, i, len(tensors)), tensor
-
-
-def _on_two_devices(operation: str, x: Tensor, others: Iterable[tuple[str, Tensor | None]]) -> TensorError:
+def _on_two_devices(operation: str, tensors: Borrowed) -> TensorError:
+    x, others = tensors.x, (*tensors.named(), ("out=", tensors.out))
     name, other = next((name, t) for name, t in others if t is not None and t.device is not x.device)
     where = [f"the {t.device.name}" if t.device is not None else "the host" for t in (x, other)]
     if where[0] == where[1]:
@@ -326,7 +370,7 @@ def _check_out(
     out: Tensor,
     shape: tuple[int, ...],
     dim: int,
-    split_at: int,
+    split: int,
     rank: int,
     rows: tuple[int, ...],
     expects: int,
@@ -343,7 +387,7 @@ def _check_out(
         raise DtypeError(f"{problem.operation}: out= is {out.dtype}, the result is {problem.dtype}")
     if problem.columns and len(out.array.shape) != len(shape):
         raise ShapeError(f"{problem.operation}: out= has the shape {out.array.shape}, but x has {shape}")
-    array = dlpack.rows_first(out.array, dim, split_at) if dim or problem.columns else out.array
+    array = dlpack.rows_first(out.array, dim, split) if dim or problem.columns else out.array
     if not array.flags.c_contiguous or (dim and any(n != 1 for n in out.array.shape[:dim])):
         raise TensorError(f"{problem.operation}: out= cannot be used with dim={dim}: its rows are not contiguous")
     if problem.flat:

@@ -36,13 +36,14 @@ import numpy as np
 from fompi.base.errors import LayoutError, PlanError, ShapeError, StateError, TensorError
 from fompi.engine.communicator import Communicator
 from fompi.engine.control import Channel
+from fompi.engine.tasks import DONE
 from fompi.mpi import environment
 from fompi.mpi.link import PAUSE_SECONDS
 from fompi.mpi.transport import gpu_awareness, load_mpi, start_mpi
 from fompi.ops import operations
 from fompi.ops.arguments import SUMS
 from fompi.ops.by_library import ALWAYS, INSIDE, LIMITS, SIZED, most_started, watch
-from fompi.ops.front import MOST_FRONTS, REFUSED, Door, known_call, place_of
+from fompi.ops.keys import MOST_KEYS, Shortcuts, known_call, place_of
 from fompi.ops.operation import Operation
 from fompi.plans.problems import order_of
 from fompi.tensors.capsules import code_on_host
@@ -666,19 +667,19 @@ class Comm(MPI.Intracomm):
         counts = options.pop("counts", None)
         known = known_call(call.operation.name, (call.x,), options, (counts and (*counts,), call.expects))
         if known is not None:
-            self._door.learn(comm, known, None)
+            self._shortcuts.learn(comm, known, None)
         arguments, call_options = call.read(comm)
-        arguments.key = None if known is None else known.key
+        arguments.known = known
         pending = call.operation.begin(arguments, comm, call_options)
         return pending, lambda: call.finish(pending)
 
     @property
-    def _door(self) -> Door:
+    def _shortcuts(self) -> Shortcuts:
         """The calls that were made before. mpi4py makes communicators without calling `__init__`."""
-        door: Door | None = self.__dict__.get("door")
-        if door is None:
-            door = self.__dict__["door"] = Door()
-        return door
+        shortcuts: Shortcuts | None = self.__dict__.get("shortcuts")
+        if shortcuts is None:
+            shortcuts = self.__dict__["shortcuts"] = Shortcuts()
+        return shortcuts
 
     def _own(self, name: str, args: Sequence[Any], options: Mapping[str, Any]) -> Sequence[Any]:
         """The arguments without the buffer that only the root has. Another rank may pass any."""
@@ -699,20 +700,20 @@ class Comm(MPI.Intracomm):
     def _is_library_s(self, key: Any, args: Sequence[Any]) -> None:
         """The library carries out calls with this key. A handle of a type of the program may be another one's later."""
         if key is not None and all(value[-1].is_predefined for value in args if type(value) is list):
-            if len(self._of_library) >= MOST_FRONTS:
+            if len(self._of_library) >= MOST_KEYS:
                 self._of_library.clear()
             self._of_library.add(key[0])
 
     def _known(
         self, key: Any, prepare: Callable[..., MpiCall | None], args: Sequence[Any], options: Any, waits: bool
     ) -> Any:
-        """Begin a call that was made before. None: it is finished. Else its Flying, or REFUSED: it must be read."""
+        """Begin a call that was made before (`Ticket.begin`). None: it must be read."""
         if key is None:
-            self._door.forget()
-            return REFUSED
-        found = self._door.find(*key)
+            self._shortcuts.forget()
+            return None
+        found = self._shortcuts.find(*key)
         if found is None:
-            return REFUSED
+            return None
         _, x_at, out_at = key
         comm = self.communicator
         comm.check()
@@ -722,7 +723,7 @@ class Comm(MPI.Intracomm):
             assert call is not None
             return call.operation.described(call.read(comm)[0], comm)
 
-        return found[0].begin(x_at, out_at, (args, None), describe, waits)
+        return found[0].begin_at((x_at,), out_at, (args, None), describe, waits)
 
 
 def _is_by_library(name: str, comm: Comm, args: Sequence[Any], options: Mapping[str, Any], limit: int) -> bool:
@@ -806,9 +807,11 @@ class MpiCollective(NamedTuple):
             comm._is_library_s(key, args)
             return self.by_library(comm, args, options)
         method = self.prepare(comm)
-        flight = comm._known(key, method, args, options, started_on is None)
-        if flight is not REFUSED:
-            return _returned(started_on, flight, lambda: flight.result)
+        task = comm._known(key, method, args, options, started_on is None)
+        if task is DONE:
+            return _returned(started_on, None, lambda: True)
+        if task is not None:
+            return _returned(started_on, task, lambda: task.result)
         begun = comm._begin(self.operation, method, args, options)
         if begun is None:
             comm._is_library_s(key, args)

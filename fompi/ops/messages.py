@@ -35,7 +35,7 @@ from fompi.base.layout import Extents, integer
 from fompi.base.wires import wire_of
 from fompi.engine.communicator import Carrier, Communicator
 from fompi.engine.in_flight import EAGER_NBYTES
-from fompi.engine.tasks import Task
+from fompi.engine.tasks import DONE, Task
 from fompi.mpi.transport import start_mpi
 from fompi.ops.arguments import Arguments, Peers
 from fompi.ops.message_forms import (
@@ -561,7 +561,7 @@ class Transfer:
             mail.expected[peer, tag].append(AHEAD)
         self._set(sends, None)
         task = form.begin(stamp, address, held, take_over, arrived, waits)
-        if task is None:
+        if task is DONE:
             arrived()
         elif (self._sending if sends else self._receiving) is None:  # else it has ended, or Python goes on with it
             self._set(sends, task)

@@ -19,8 +19,9 @@ from fompi.base.doors import DOORS
 from fompi.base.errors import ArgumentError, LaunchError, LayoutError, PlanError, TensorError, meant, of_signature
 from fompi.engine.communicator import Carrier, Communicator
 from fompi.engine.handshake import agree
+from fompi.engine.tasks import DONE
 from fompi.ops.arguments import Arguments, localise
-from fompi.ops.front import REFUSED, front_of, known_call
+from fompi.ops.keys import known_call
 from fompi.ops.pending import Pending, Started, program_of
 from fompi.plans.meaning import VARIANTS
 from fompi.plans.tree import Canonical
@@ -55,17 +56,18 @@ class Operation(Generic[P]):
         call, comm = known_call(self.name, args, options), options.get("comm")
         if call is not None and (comm is None or type(comm) is Communicator):
             known = Communicator.of(None) if comm is None else comm
-            front = front_of(known, call)
-            if front is not None:
-                result = front.run(call, lambda: self.described(*self.read(args, {**options, "comm": known})))
-                if result is not REFUSED:
-                    return result
+            known.check()
+            ticket = known.tickets.get(call.key)
+            if ticket is not None:
+                task, y = ticket.run(call, lambda: self.described(*self.read(args, {**options, "comm": known})))
+                if task is not None:
+                    return y if task is DONE else task.wait()
         elif type(comm) is Carrier:
             return self(*args, **self.with_carried(args, options))
         arguments, comm, call_options = self.read(args, options)
         if call_options.certify:
             return self._certified(arguments, comm, call_options)
-        arguments.key = None if call is None else call.key
+        arguments.known = call
         if self.is_differentiable(arguments):
             return DOORS.differentiable(self, arguments, comm, call_options)
         return self._finished(arguments, comm, call_options)
@@ -74,7 +76,7 @@ class Operation(Generic[P]):
         """A call that C has begun, with arguments that were right before. What its communicator owes comes later."""
         local = localise(self.name, arguments, comm.rank, comm.size, call_options)
         schedule, slices, *_ = call_options if call_options is DEFAULTS else _checked(call_options)
-        return Pending.described(self.name, arguments, local, comm, schedule, slices)
+        return Pending(self.name, arguments, local, comm, schedule, slices)
 
     def run(self, arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:
         """The result of a call, attached to autograd if a tensor requires grad."""
@@ -206,7 +208,7 @@ class Operation(Generic[P]):
         nothing_to_choose = (schedule, slices) != ("auto", None) or communicator.size == 1
         if effort == "measure" and not nothing_to_choose:
             schedule, slices = DOORS.measure(self, arguments, local, communicator)
-        pending = kind.begun(self.name, arguments, local, communicator, schedule, slices, waits)
+        pending = kind(self.name, arguments, local, communicator, schedule, slices).begin(waits)
         return pending.at_once() if waits else pending
 
     def _finished(self, arguments: Arguments, comm: Any, call_options: CallOptions) -> Any:

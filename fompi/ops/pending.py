@@ -31,10 +31,10 @@ from fompi.base.layout import Extents, Slices, integer
 from fompi.base.log import log
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import Agreement, agree
+from fompi.engine.tasks import DONE
 from fompi.ops.arguments import Arguments, LocalCall
 from fompi.ops.compared import common_of, in_words, schedule_of, signature_of
-from fompi.ops.front import take_front
-from fompi.ops.ticket import DONE, Ticket, form_of, remember
+from fompi.ops.ticket import Ticket, TicketInC, form_of, keep
 from fompi.planner.choose import decode_rows, encode_rows, is_even, window_of_call
 from fompi.plans.over_x import over_x
 from fompi.plans.plan import MOST_MESSAGES, Plan
@@ -44,7 +44,7 @@ from fompi.plans.staged import for_device
 from fompi.plans.verify import verify
 from fompi.runtime import needs
 from fompi.runtime.compiled import Compiled
-from fompi.runtime.native_run import InC, Times, drive_in_c, finished_run
+from fompi.runtime.native_run import Times, drive_in_c, finished_run
 from fompi.runtime.program import Run, enter
 from fompi.schedules.registry import REGISTERED, SCHEDULES, available, messages_per_peer, write
 from fompi.tensors import dlpack
@@ -85,7 +85,8 @@ def program_of(comm: Communicator, local: LocalCall, schedule: str, slices: Slic
             verify(plan)
         written = _compiled_over_x(plan, comm.rank, where, is_verified) if in_place else None
         program = written or Compiled(plan, comm.rank, where)
-        _keep(comm, key, program)
+        with comm.engine.lock:
+            keep(comm.plans, MOST_PLANS, key, program)
         log.debug("%s: rank %d planned %s by %s", comm.name, comm.rank, plan.problem, plan.schedule)
     program.used = True
     return program
@@ -99,18 +100,6 @@ def _compiled_over_x(plan: Plan, rank: int, where: str, is_verified: bool) -> Co
             verify(plan)
         return Compiled(plan, rank, where)
     return None
-
-
-def _keep(comm: Communicator, key: tuple[Any, ...], program: Compiled) -> None:
-    """Enter a program into the cache. The oldest one that was not used since it was looked at last makes room."""
-    with comm.engine.lock:  # the helper thread begins calls, too
-        while len(comm.plans) >= MOST_PLANS:
-            oldest = next(iter(comm.plans))
-            candidate = comm.plans.pop(oldest)
-            if candidate.used:
-                candidate.used = False
-                comm.plans[oldest] = candidate
-        comm.plans[key] = program
 
 
 def _device_name(comm: Communicator, device: Any) -> str:
@@ -155,95 +144,106 @@ class Pending:
 
     _backend: Any = Numpy()
     _entry: Any = None  # on a device: the token of what the program had enqueued before the call
-    _task: Any  # the agreement, then the run; this drops the agreement. Before them a call in C, or instead of them
     _ticket: Ticket | None = None  # by which C has begun it
     _times: Times | None = None  # when its ops ran in C
-    _has_memory = False  # True: it goes on in the memory with which C has begun it
     _form: Hashable = None  # under which it is remembered once it is finished
     _is_unread = False  # True for a Started, until the program asks for the result or whether it is there
+    task: Any = None
+    """What does the call now: C, the agreement, then the run. The run drops the agreement."""
 
     def __init__(
         self,
         name: str,
         arguments: Arguments,
         local: LocalCall,
-        comm: Any,
-        schedule: str,
-        slices: Slices | None,
+        comm: Communicator,
+        schedule: str = "auto",
+        slices: Slices | None = None,
     ):
-        self._describe(name, arguments, local, comm, schedule, slices)
+        """What the call is. It has not begun."""
+        self._arguments, self._local, self._comm = arguments, local, comm
+        self._schedule, self._slices = schedule, slices
+        self._name = name
+        self._stamp = 0
+        self._outputs: dict[str, Array] = {}
+        self._handshake: tuple[float, float, int] | None = None  # when it began and ended, and which rank was last
+        self._run: Run | None = None
+        self._returned_at: float | None = None  # when `start` returned to the program
+        self.agreed: Agreement | None = None  # the agreement, once all ranks have agreed
+        self.extents: Extents | None = None
+
+    def begin(self, waits: bool = False) -> Self:
+        """Begin the call. It may be finished then. `waits`: the program waits for it."""
+        form = form_of(self._comm, self._local, self._arguments, self._schedule, self._slices)
+        ticket = None if form is None else self._comm.tickets.get(form)
+        if ticket is None or not self._begin_in_c(ticket, waits):
+            self._begin()
+            self._form = form if ticket is None else None
+        elif self._arguments.known is not None:
+            ticket.learn(self._arguments, self._local)
+        return self
+
+    def _begin(self) -> None:
+        """Begin the call in Python."""
+        comm, local = self._comm, self._local
         engine, moves = comm.engine, local.problem.moves
         if local.device is not None:
             self._backend = backend_of(local.device)
             self._entry, failure = enter(engine, self._backend)
             if failure is not None:
-                agree(comm, name, failure)
+                agree(comm, self._name, failure)
         elif comm.backend is not None:
             self._backend = comm.backend
         with engine.lock:
-            self._stamp, self._slot = comm.next_call()
-            comm.note_start(name, self._stamp)
+            self._stamp, _ = comm.next_call()
+            comm.note_start(self._name, self._stamp)
             if comm.size == 1:
                 self._launch([sum(local.rows) if moves == "all_to_all" else local.rows[0]], runs=local.runs)
                 return
             comm.turns.append(self._stamp)
-            self._task = agreement = self.agreement()
+            self.task = agreement = self.agreement()
             agreement.start()
 
-    def _describe(
-        self, name: str, arguments: Arguments, local: LocalCall, comm: Any, schedule: str, slices: Slices | None
-    ) -> None:
-        """What the call is. It has not begun."""
-        self._arguments, self._local, self._comm = arguments, local, comm
-        self._schedule, self._slices = schedule, slices
-        self._name = name
-        self._stamp = self._slot = 0
-        self._outputs: dict[str, Array] = {}
-        self._handshake: tuple[float, float, int] | None = None  # when it began and ended, and which rank was last
-        self._run: Run | None = None
-        self._returned_at: float | None = None  # when `start` returned to the program
-        self._task = None
-        self.agreed: Agreement | None = None  # the agreement, once all ranks have agreed
-        self.extents: Extents | None = None
+    def _begin_in_c(self, ticket: Ticket, waits: bool) -> bool:
+        """Begin the call in C. False: nothing has begun."""
+        comm, out = self._comm, self._local.out
+        try:
+            arrays = self.memory(ticket.program, ticket.sized.shapes, ticket.kept)
+        except Exception:  # the call fails in Python, where the other ranks hear of it
+            return False
+        places = ticket.places(arrays)
+        if places is None:
+            return False
+        addresses, strided = places
+        with comm.engine.lock:
+            self._ticket, self.extents, note = ticket, ticket.extents, None
+            if not waits or comm.recording is not None or comm.engine.report is not None:
+                note = functools.partial(self._ended_in_c, comm.recording)
+            task = ticket.begin(addresses, (arrays, None), lambda: self, waits, note, strided)
+            if task is None:
+                self._ticket = self.extents = None
+                return False
+            self._stamp = ticket.last_stamp
+            if self.task is None:  # else Python goes on with it already
+                self.task = task
+        if out is not None:
+            dlpack.mark_written(out.owner)
+        return True
 
-    @classmethod
-    def begun(
-        cls,
-        name: str,
-        arguments: Arguments,
-        local: LocalCall,
-        comm: Communicator,
-        schedule: str,
-        slices: Slices | None,
-        waits: bool = False,
-    ) -> Self:
-        """A call in flight. It may be finished. `waits`: the program waits for it."""
-        form = form_of(comm, local, arguments, schedule, slices)
-        ticket = None if form is None else comm.tickets.get(form)
-        if ticket:
-            pending = cls.described(name, arguments, local, comm, schedule, slices)
-            if ticket.run(pending, waits):
-                if arguments.key is not None:
-                    take_front(ticket, pending)
-                return pending
-        pending = cls(name, arguments, local, comm, schedule, slices)
-        pending._form = form if ticket is None else None
-        return pending
-
-    @classmethod
-    def described(
-        cls,
-        name: str,
-        arguments: Arguments,
-        local: LocalCall,
-        comm: Communicator,
-        schedule: str = "auto",
-        slices: Slices | None = None,
-    ) -> Self:
-        """A call that has not begun."""
-        pending = cls.__new__(cls)
-        pending._describe(name, arguments, local, comm, schedule, slices)
-        return pending
+    def take_over(self, flight: TicketInC) -> Any:
+        """Python goes on with this call, which C has begun: the task that does so."""
+        ticket = flight.ticket
+        self._stamp = flight.stamp
+        self._backend = ticket.backend  # the communicator may have another one meanwhile
+        if not flight.has_agreed:
+            self.task = agreement = self.agreement()
+            flight.agree(agreement)
+            return self.task
+        self.extents, self._outputs = ticket.extents, flight.outputs | self._outputs
+        self.task = self._run = run = self._run_of(ticket.program)
+        self._note_at_its_end(run)
+        flight.go_on(run)
+        return run
 
     def agreement(self) -> Agreement:
         """The agreement of this call, which has its number already."""
@@ -307,7 +307,7 @@ class Pending:
             actions = program.resolve(memory, sized.starts, self._backend, comm.link.collective)
         except Exception as error:  # the other ranks have started the call: its messages must move, whatever they carry
             refusal, actions = refusal or error, program.drain(sized, self._backend, comm.link.collective)
-        self._task = self._run = run = Run(program, comm, self._stamp, self._slot)
+        self.task = self._run = run = self._run_of(program)
         if self.agreed is not None:
             run.sent, run.carried = self.agreed.sent, self.agreed.carried
         if local.out is not None:
@@ -315,10 +315,18 @@ class Pending:
         run.takes_turns = comm.size > 1
         if local.device is not None:
             run.paths = comm.paths(local.device)
-        if comm.recording is not None or comm.engine.report is not None:
-            run.on_finish = functools.partial(self._note, comm.recording, run)
+        self._note_at_its_end(run)
         is_long = not program.asynchronous and program.is_long(sized)
         run.start(actions, None, is_long, program.is_small(sized), refusal, self._entry)
+
+    def _run_of(self, program: Compiled) -> Run:
+        """The run of this call. It has not begun."""
+        return Run(program, self._comm, self._stamp, self._comm.slot(self._stamp))
+
+    def _note_at_its_end(self, run: Run) -> None:
+        comm = self._comm
+        if comm.recording is not None or comm.engine.report is not None:
+            run.on_finish = functools.partial(self._note, comm.recording, run)
 
     def _note(self, recording: list[Trace] | None, run: Run) -> None:
         if recording is not None:
@@ -327,13 +335,11 @@ class Pending:
             report, trace = self._comm.engine.report, self._traced(run)
             report.note(run, trace, self.extents, self._backend, None, self._returned_at, outputs=self._outputs)
 
-    def _note_in_c(self, recording: list[Trace] | None, times: Times) -> None:
-        """C has finished the call, perhaps before `Ticket.run` has said which one it is."""
-        assert self._ticket is not None
-        self._stamp = self._stamp or self._ticket.last_stamp
-        self._traced_in_c(times)
-        assert self._run is not None
-        self._note(recording, self._run)
+    def _ended_in_c(self, recording: list[Trace] | None, stamp: int, times: Times) -> None:
+        """C has finished the call."""
+        self._stamp, self._times = stamp, times
+        if recording is not None or self._comm.engine.report is not None:
+            self._note(recording, self._traced_in_c(times))
 
     def _program(
         self, problem: Problem, total: int | None, same_problem: bool, even: bool
@@ -396,37 +402,40 @@ class Pending:
 
     def at_once(self) -> Any:
         """The result of a call that the program makes and waits for in one step."""
-        if self._task is DONE:
-            return self._results(self._ticket.program)  # type: ignore[union-attr]
-        return self.wait()
+        return self._results(self._compiled) if self.task is DONE else self.wait()
 
     # -- for the caller
     def done(self) -> bool:
         """True once the operation is finished. Progresses everything in flight."""
         self._is_unread = False
-        if not self._task.finished:
+        if not self.task.finished:
             self._comm.engine.progress_while_waiting()
-        return self._task.finished
+        return self.task.finished
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for the result. Raises the error of the call, and WaitTimeout after `timeout` seconds (it goes on)."""
-        engine, channel = self._comm.engine, self._comm.channel
-        self._is_unread = False
+        if self._ticket is not None:
+            drive_in_c(self.task)
+        if not self._await(timeout):
+            raise WaitTimeout(f"fompi.{self._name} is not finished after {timeout:g} s; it goes on")
+        return self.result
+
+    def _await(self, timeout: float | None, until: Callable[[], Callable[[], bool] | None] = lambda: None) -> bool:
+        """Drive what does the call until it is finished, or `until()()`. False: not within `timeout`."""
+        engine, channel, self._is_unread = self._comm.engine, self._comm.channel, False
         end = None if timeout is None else perf_counter() + timeout
         task = None
-        if self._ticket is not None:
-            drive_in_c(self._task)
-        while task is not self._task:  # in C, then the agreement, then the run
-            task = self._task
+        while task is not self.task:  # in C, then the agreement, then the run
+            task = self.task
             seconds = None if end is None else max(0.0, end - perf_counter())
-            if not engine.wait(task, channel, seconds):
-                raise WaitTimeout(f"fompi.{self._name} is not finished after {timeout:g} s; it goes on")
-        return self.result
+            if not engine.wait(task, channel, seconds, until=until()):
+                return False
+        return True
 
     def then(self, callback: Callable[[], object]) -> None:
         """Call `callback()` once it is finished, in a thread that drives fompi. It must not raise."""
         self._is_unread = False
-        self._comm.engine.watch(lambda: self._task, self._comm.channel, callback)
+        self._comm.engine.watch(lambda: self.task, self._comm.channel, callback)
 
     def part(self, rank: int, timeout: float | None = None) -> Any:
         """The rows of the result that come from `rank`, as soon as they are there: a view of the result.
@@ -440,15 +449,9 @@ class Pending:
             raise StateError(f"the result of fompi.{self._name} has no rows of single ranks: call wait()")
         if integer(rank) is None or not 0 <= rank < comm.size:
             raise LayoutError(f"fompi.{self._name}: {rank!r} is not one of the {comm.size} ranks")
-        engine, channel = comm.engine, comm.channel
-        self._is_unread = False
-        end = None if timeout is None else perf_counter() + timeout
-        task = None
-        while task is not self._task:
-            task = self._task
-            seconds = None if end is None else max(0.0, end - perf_counter())
-            if not engine.wait(task, channel, seconds, until=self._has_come(rank)):
-                raise WaitTimeout(f"the rows of rank {rank} in fompi.{self._name} are not here after {timeout:g} s")
+        if not self._await(timeout, lambda: self._has_come(rank)):
+            raise WaitTimeout(f"the rows of rank {rank} in fompi.{self._name} are not here after {timeout:g} s")
+        task = self.task
         if task.finished or task.error is not None:
             array = dlpack.borrow(self.result, "the result").array
         else:
@@ -462,17 +465,17 @@ class Pending:
 
     def _has_come(self, rank: int) -> Callable[[], bool] | None:
         """Whether the rows of `rank` are in the result. None: only the end of the call tells."""
-        run, local, ticket = self._run, self._local, self._ticket
-        if (run is None and ticket is None) or local.device is not None or len(self._compiled.outputs) != 1:
+        run, local, task = self._run, self._local, self.task
+        if (run is None and self._ticket is None) or local.device is not None or len(self._compiled.outputs) != 1:
             return None
         parts, last = self._compiled.plan.parts, self._compiled.last_writers("y")
         writers = {last[block] for block in range(rank * parts, (rank + 1) * parts) if block in last}
         if run is not None:
             return lambda: all(run.ended[i] for i in writers)
-        task = self._task
-        if ticket is None or not isinstance(task, InC):
+        if not isinstance(task, TicketInC):
             return None
-        return lambda: all(task.has_ended(ticket.front + i) for i in writers)
+        front = task.ticket.front
+        return lambda: all(task.has_ended(front + i) for i in writers)
 
     @property
     def _compiled(self) -> Compiled:
@@ -485,7 +488,7 @@ class Pending:
     @property
     def result(self) -> Any:
         """The result of a finished operation. Raises its error, and StateError while it is in flight."""
-        task, self._is_unread = self._task, False
+        task, self._is_unread = self.task, False
         if task.error is not None:
             raise task.error
         if not task.finished:
@@ -494,9 +497,20 @@ class Pending:
         if run is not None and run.is_enqueued:
             self._backend.leave(run.in_flight())
         if self._form is not None:
-            form, self._form = self._form, None
-            remember(self, form)
+            self._remember()
         return self._results(self._compiled)
+
+    def _remember(self) -> None:
+        """Leave a ticket of this finished call, if the headers have decided it alone."""
+        form, self._form = self._form, None
+        comm, local, arguments, run = self._comm, self._local, self._arguments, self._run
+        if self.agreed is None or run is None or self.extents is None or not self.agreed.has_one_round:
+            return
+        given = arguments, local, self.agreed, run.compiled, self.extents, self._backend
+        ticket = Ticket(self._name, comm, *given)
+        ticket.enter(form)
+        if arguments.known is not None:
+            ticket.learn(arguments, local)
 
     def _results(self, program: Compiled) -> Any:
         """The results in their memory, in the form that the operation gives them."""
@@ -526,7 +540,7 @@ class Pending:
 
         Where rows go to experts, it is a list of numbers for each rank: the rows of each expert.
         """
-        if self.extents is None or not self._task.finished:
+        if self.extents is None or not self.task.finished:
             raise StateError(f"fompi.{self._name} is not finished: there are no counts yet")
         return self.extents.by_peer("recv") or self.extents.rows
 
@@ -534,19 +548,19 @@ class Pending:
     def trace(self) -> Trace:
         """The Trace of a finished operation on this rank. On a device it waits for the kernels."""
         if self._run is None and self._times is not None:
-            self._traced_in_c(self._times)
+            self._run = self._traced_in_c(self._times)
         if self._run is None or not self._run.finished:
             raise StateError(f"fompi.{self._name} is not finished: there is no trace yet")
         self._run.settle()
         return self._traced(self._run)
 
-    def _traced_in_c(self, times: Times) -> None:
-        """Take over what C has noted of this finished call."""
-        self._run = finished_run(times, Run(self._compiled, self._comm, self._stamp, self._slot), [])
+    def _traced_in_c(self, times: Times) -> Run:
+        """The run of this call, which C has finished."""
         agreement = times.agreement()
         if agreement is not None:
             begun, ended, last = agreement
             self._handshake = begun, ended, last + (last >= self._comm.rank)  # the receives come first, without its own
+        return finished_run(times, self._run_of(self._compiled), [])
 
     def _traced(self, run: Run) -> Trace:
         assert self.extents is not None
@@ -566,7 +580,7 @@ class Started(Pending):
     def leave(self) -> None:
         """The program goes on with other work: the operation must progress by itself."""
         self._returned_at, self._is_unread = perf_counter(), True
-        if not self._task.finished:
+        if not self.task.finished:
             self._comm.engine.wake_helper()
 
     def __del__(self) -> None:

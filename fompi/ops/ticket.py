@@ -1,32 +1,38 @@
 """An unbound call that was made before, as one call in C: the agreement, then the plan that followed from it.
 
 All that a call decides follows from the headers of all ranks, and from what this rank has checked of its own tensors.
-So the second call of a form keeps, as a `Ticket`, what came out. From the third one on C exchanges the headers, sees
-that they are those of the last time, and carries out the plan. If they differ, if a rank fails or is long silent, the
-call goes on as a `Pending`, as if Python had begun it.
+So the first call of a form leaves a `Ticket`. From the second one on C exchanges the headers, sees that they are those
+of the last time, and carries out the plan. If they differ, if a rank fails or is long silent, Python goes on with the
+call, as if it had begun it.
+
+    task = ticket.begin(...)  # DONE: C has finished the call. A TicketInC: it goes on. None: nothing has begun
 """
 
 from __future__ import annotations
 
-import functools
+import sys
 from collections.abc import Callable, Hashable, Mapping
+from functools import cached_property
+from math import prod
+from operator import itemgetter
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fompi.base.errors import WaitTimeout
-from fompi.base.layout import Slices
+from fompi.base.layout import CARRIERS, ITEMSIZE, Extents, Slices
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import HEADER_NBYTES, Agreement, carried, packet_nbytes, presumption
 from fompi.engine.in_flight import FINISHED
-from fompi.engine.native import engine as native_engine
-from fompi.engine.tasks import HANDSHAKE, Sent, Task
-from fompi.ops.arguments import Arguments, LocalCall
+from fompi.engine.native import engine as engine_in_c
+from fompi.engine.tasks import DONE, HANDSHAKE, Sent, Task
+from fompi.ops.arguments import Arguments, LocalCall, names_of
 from fompi.plans.plan import MESSAGE_BITS
 from fompi.runtime.compiled import Compiled, Sized
-from fompi.runtime.given import address_of
-from fompi.runtime.lower import Headers, table, with_agreement
+from fompi.runtime.given import MOST_KNOWN, address_of
+from fompi.runtime.lower import Agreed, Headers, table, with_agreement
 from fompi.runtime.native_run import (
     NO_KERNELS,
     STALL_SECONDS,
@@ -44,21 +50,15 @@ from fompi.runtime.program import Run
 from fompi.schedules.registry import SCHEDULES
 from fompi.tensors import dlpack
 
-if TYPE_CHECKING:
-    from fompi.ops.pending import Pending
-
 Array = np.ndarray[Any, Any]
 
-MOST_TICKETS = 256
-"""The forms of calls that a communicator remembers."""
+MOST_TICKETS = 512
+"""A communicator finds tickets by this many forms and keys of calls. One that was not used for long makes room."""
 
 MOST_IN_FLIGHT = 16
 """The calls of one form that may be in flight in C. Others run in Python."""
 
-DONE = Task()
-"""The task of a call that C has finished."""
-
-DONE.finished = True
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def form_of(
@@ -70,106 +70,306 @@ def form_of(
     counts = arguments.counts
     if counts is not None and local.problem.moves == "all_to_all" and len({*counts}) > 1:
         return None  # they are others at every call
-    if comm.urgency is not None or native_engine().library is None:
+    if comm.urgency is not None or engine_in_c().library is None:
         return None
     if comm.backend is not None and (local.in_place or not is_for_c(comm.backend)):
         return None
     where = "new" if local.out is None else "over x" if local.in_place else "out"
     arriving = None if arguments.arriving is None else tuple(arguments.arriving)
     compared = local.rows, local.expects, arriving, arguments.words
-    return local.problem, local.packed, local.shape, local.dim, local.split, *compared, where, schedule, slices
+    place = local.shape, local.dim, local.split, local.like.framework, where
+    return local.problem, local.packed, *place, *compared, schedule, slices
+
+
+def keep(cache: dict[Any, Any], most: int, key: Hashable, value: Any) -> None:
+    """Enter a value into a cache. The oldest one that was not `used` since it was looked at last makes room.
+
+    The engine is locked: other threads begin calls, too.
+    """
+    while len(cache) >= most:
+        oldest = next(iter(cache))
+        candidate = cache.pop(oldest)
+        if candidate.used:
+            candidate.used = False
+            cache[oldest] = candidate
+    cache[key] = value
+
+
+class KnownCall(NamedTuple):
+    """A call as far as its key goes: its tensors, and `out`, are at these addresses."""
+
+    key: Hashable
+    tensors: tuple[Any, ...]
+    addresses: tuple[int, ...]
+    out: Any
+    out_at: int
+
+
+class Lowered(NamedTuple):
+    """A ticket as C needs it. `kernels`: the ops of the program that Python runs; `unplaced`: their own buffers.
+
+    `headers`: those that this rank sends, and those that must arrive.
+    """
+
+    agreed: Agreed
+    presumed: int
+    headers: tuple[Array, Array]
+    kernels: list[int]
+    unplaced: frozenset[str]
 
 
 class Memory:
     """What a call in C works on besides the tensors of the program. Each call in flight has one of its own."""
 
-    def __init__(self, ticket: Ticket):
-        comm, library = ticket.comm, native_engine().library
-        self.call = made_call(library, ticket.table, comm, ticket.program, ticket.sized)
-        self.headers = np.zeros((3, comm.size, packet_nbytes(comm.size)), np.uint8)
+    def __init__(self, ticket: Ticket, made: Lowered):
+        comm, table, packet = ticket.comm, made.agreed.table, packet_nbytes(ticket.comm.size)
+        self.call = made_call(engine_in_c().library, table, comm, ticket.program, ticket.sized)
+        self.headers = np.zeros((3, comm.size, packet), np.uint8)
         self.fields = self.headers.view(np.int64)[:, :, : HEADER_NBYTES // 8]
-        self.fields[:] = ticket.own_headers, ticket.headers, ticket.headers
-        self.bases = np.zeros(len(ticket.table.buffers), np.uint64)
-        shapes, arena = ticket.sized.shapes, comm.engine.arena
-        self.kept = {b.name: ticket.backend.empty(arena, shapes[b.name], b.dtype) for b in ticket.kept}
+        own, expected = made.headers
+        self.fields[:] = own, expected, expected
+        self.bases = np.zeros(len(table.buffers), np.uint64)
+        shapes, arena, buffers = ticket.sized.shapes, comm.engine.arena, ticket.program.buffers
+        names = [*buffers]
+        self.kept = {name: ticket.backend.empty(arena, shapes[name], buffers[name].dtype) for name in ticket.kept}
         for name, array in self.kept.items():
-            self.bases[ticket.names.index(name)] = address_of(array)
+            self.bases[names.index(name)] = address_of(array)
         self.bases[-3:] = [part.ctypes.data for part in self.headers]
         self.call.place(self.bases)
-        self.call.form(np.array([*ticket.given.values()], np.int32), len(self.headers), packet_nbytes(comm.size))
+        self.call.form(np.array([*ticket.given.values()], np.int32), len(self.headers), packet)
+        self.kernels: dict[tuple[int, ...], PythonKernels] = {}  # by the addresses of the other buffers
 
 
 class Ticket:
-    """A call of one form on one communicator, in C. `given`: the buffers whose memory is another one at each call."""
+    """What the ranks have decided about a call of one form on one communicator. With it C makes such a call again.
 
-    def __init__(self, form: Hashable, pending: Pending, agreement: Agreement, program: Compiled, sized: Sized):
-        self.form, self.name = form, pending._name
-        comm, local = pending._comm, pending._local
-        self.comm, self.program, self.sized, self.extents = comm, program, sized, pending.extents
-        self.schedule, self.generator = program.plan.schedule, SCHEDULES.get(program.plan.schedule)
-        self.schedules = len(SCHEDULES)
-        self.backend = pending._backend  # that of the communicator may be another one now
-        self._chosen = None if self.backend is type(pending)._backend else self.backend
-        self.is_small, self.in_place = program.is_small(sized), local.in_place
-        plan = table(program, sized, comm.most_nbytes)
-        assert plan is not None
-        over_x = local.in_place and not program.plan.problem.over_x  # at the end
-        in_place = over_x and "y" in plan.buffers
-        self.headers, own = np.array(agreement.headers_in), b"".join(agreement.headers())
-        self.own_headers = np.frombuffer(own, np.int64).reshape(self.headers.shape).copy()
-        carries = self.is_small and program.plan.problem.moves != "all_to_all"  # else headers differ between receivers
-        self.presumed = presumption(self.headers.tolist()) if carries else 0
-        headers = Headers(HEADER_NBYTES, packet_nbytes(comm.size), HANDSHAKE, self.presumed)
-        self.table, self.front, self.carries = with_agreement(plan, comm.rank, comm.size, headers, in_place)
-        self.own_headers[:, -1] = self.carries
-        self.names, self.unplaced = plan.buffers, plan.unplaced - ({"x", "y"} if in_place else set())
-        self.kernels = plan.in_python
-        self.is_long = program.is_long(sized)
-        self.kept = [
-            b for b in program.program.buffers
-            if b.role == "scratch" or (b.role == "output" and over_x)
-        ]  # fmt: skip
-        kept = {buffer.name for buffer in self.kept}
-        self.given = {name: at for at, name in enumerate(self.names) if name not in kept}
-        self.last_stamp, self.is_dropped = 0, False
+    The tensors of a call are `tensors` by name, in their order, then the result.
+    """
+
+    used = False  # True if a call was made by it since the cache has looked
+    is_dropped = False  # True: calls of its form run in Python
+    last_stamp = 0
+
+    def __init__(
+        self,
+        name: str,
+        comm: Communicator,
+        arguments: Arguments,
+        local: LocalCall,
+        agreement: Agreement,
+        program: Compiled,
+        extents: Extents,
+        backend: Any,
+    ):
+        self.name, self.comm, self.program, self.extents, self.backend = name, comm, program, extents, backend
+        self._chosen = backend if comm.backend is backend else None  # that of the communicator, which may change
+        self.in_place, self.over_x = local.in_place, local.in_place and not program.plan.problem.over_x
+        self.schedule, self.schedules = program.plan.schedule, len(SCHEDULES)
+        self.generator = SCHEDULES.get(self.schedule)
+        self.tensors = names_of(local.problem, arguments)
+        self._shape, self._framework = local.shape, local.like.framework
+        self._headers = b"".join(agreement.headers()), agreement.headers_in
         self._free: list[Memory] = []
         self._in_flight = 0
+
+    # -- what follows, worked out at the second call: many calls are not made again
+    @cached_property
+    def sized(self) -> Sized:
+        """The rows of the call."""
+        return self.program.sized(self.extents)
+
+    @cached_property
+    def is_small(self) -> bool:
+        """As in `Compiled`."""
+        return self.program.is_small(self.sized)
+
+    @cached_property
+    def kept(self) -> list[str]:
+        """The buffers that are no tensors of a call: scratch, and a result that is copied to x at the end."""
+        is_kept = ("scratch", "output") if self.over_x else ("scratch",)
+        return [buffer.name for buffer in self.program.program.buffers if buffer.role in is_kept]
+
+    @cached_property
+    def given(self) -> dict[str, int]:
+        """The other ones, and where the program has them."""
+        return {name: at for at, name in enumerate(self.program.buffers) if name not in self.kept}
+
+    @cached_property
+    def lowered(self) -> Lowered | None:
+        """None: C does not know some op of the plan."""
+        program, comm = self.program, self.comm
+        plan = None if program.is_opaque or len(program.outputs) != 1 else table(program, self.sized, comm.most_nbytes)
+        if plan is None:
+            self.is_dropped = True
+            return None
+        in_place = self.over_x and "y" in plan.buffers
+        own, expected = (np.frombuffer(each, np.int64).reshape(comm.size, -1).copy() for each in self._headers)
+        carries = self.is_small and program.plan.problem.moves != "all_to_all"  # else headers differ between receivers
+        presumed = presumption(expected.tolist()) if carries else 0
+        headers = Headers(HEADER_NBYTES, packet_nbytes(comm.size), HANDSHAKE, presumed)
+        agreed = with_agreement(plan, comm.rank, comm.size, headers, in_place)
+        own[:, -1] = agreed.carries
+        unplaced = plan.unplaced - ({"x", "y"} if in_place else set())
+        return Lowered(agreed, presumed, (own, expected), plan.in_python, unplaced)
+
+    @property
+    def front(self) -> int:
+        """How many ops of a call agree, before those of the program."""
+        assert self.lowered is not None
+        return self.lowered.agreed.front
+
+    # -- calls by a key of their arguments (`fompi.ops.keys`): contiguous tensors of the host, and a new result or out=
+    @property
+    def result(self) -> str:
+        """The buffer that is the result."""
+        return self.program.outputs[0].name
+
+    @cached_property
+    def make(self) -> Callable[[], Any]:
+        """Makes the memory of a new result, as a tensor of the framework of x."""
+        problem, shapes = self.program.plan.problem, self.sized.shapes
+        shape = problem.result_shape(self._shape, self.comm.rank) if problem.flat else shapes[self.result]
+        dtype, framework, arena = self.program.buffers[self.result].dtype, self._framework, self.comm.engine.arena
+        storage, is_small = dlpack.STORAGE[dtype], prod(shape) * ITEMSIZE[dtype] <= arena.small_nbytes
+        if framework == "torch" and is_small:
+            torch = sys.modules["torch"]
+            empty, kind = torch.empty, getattr(torch, dtype)
+            return lambda: empty(shape, dtype=kind)
+        if framework == "numpy" and dtype not in CARRIERS:
+            if is_small:
+                return lambda: np.empty(shape, storage)
+            return lambda: arena.take(shape, storage)
+        return lambda: dlpack.lend(arena.take(shape, storage), dtype, framework)
+
+    @cached_property
+    def _in_order(self) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
+        """The addresses of the tensors of a call, in the order of `given`."""
+        at = {name: i for i, name in enumerate(self.tensors)} | {self.result: 0 if self.in_place else len(self.tensors)}
+        places = [at[name] for name in self.given]
+        if len(places) == 1:
+            (place,) = places
+            return lambda addresses: (addresses[place],)
+        return itemgetter(*places)
+
+    @cached_property
+    def _nbytes(self) -> list[int]:
+        """The bytes of each tensor of a call, the result last. 0: the program does not read it."""
+        buffers, shapes = self.program.buffers, self.sized.shapes
+        return [
+            prod(shapes[name]) * ITEMSIZE[buffers[name].dtype] if name in shapes else 0
+            for name in (*self.tensors, self.result)
+        ]
+
+    def enter(self, form: Hashable) -> None:
+        """Let calls of this form, or with this key, find the ticket."""
+        with self.comm.engine.lock:  # several threads may wait for calls
+            keep(self.comm.tickets, MOST_TICKETS, form, self)
+
+    def learn(self, arguments: Arguments, local: LocalCall) -> None:
+        """Let calls like this one find the ticket by their key, if it says all that they need."""
+        if self._is_said_by(arguments.known, arguments, local):
+            self.enter(arguments.known.key)
+
+    def _is_said_by(self, known: KnownCall, arguments: Arguments, local: LocalCall) -> bool:
+        """True if the addresses of the tensors are all that such a call needs.
+
+        Then it works on these very tensors, and the result is all that it returns.
+        """
+        given, tensors = arguments.tensors, known.tensors
+        if len(given) != len(tensors) or not all(a is b for a, b in zip(given, tensors, strict=True)):
+            return False
+        if local.dim or local.split >= 0 or local.packed or len(self.program.outputs) != 1:
+            return False
+        is_result = local.out is not None or arguments.result({self.result: self}) is self
+        if not is_result or not {*self.tensors, self.result} >= self.given.keys():
+            return False
+        for name, tensor in zip(self.tensors, given, strict=True):
+            array, mine = local.arrays.get(name), dlpack.borrow(tensor, name).array
+            if name in self.given and (
+                array is None or array.size != mine.size or address_of(array) != address_of(mine)
+            ):
+                return False
+        return True
+
+    def run(self, call: KnownCall, describe: Callable[[], Any]) -> tuple[Any, Any]:
+        """Begin a call for which the program waits. Returns what `begin` does, and the result."""
+        (_, tensors, addresses, y, y_at), is_new = call, call.out is None
+        if is_new:
+            try:
+                y = self.make()
+            except Exception:  # the call fails in Python, where the other ranks hear of it
+                return None, None
+            y_at = address_of(y) if type(y) is np.ndarray else y.data_ptr()
+        task = self.begin_at(addresses, y_at, (tensors, y), describe, True, is_new)
+        if not is_new and task is not None:
+            dlpack.mark_written(y)
+        return task, y
+
+    def begin_at(
+        self,
+        addresses: tuple[int, ...],
+        y_at: int,
+        held: tuple[Any, Any],
+        describe: Callable[[], Any],
+        waits: bool,
+        is_new: bool = False,
+    ) -> Any:
+        """Begin a call on tensors at these addresses, with the result at `y_at`. As `begin`.
+
+        `held` are the tensors and the result. `is_new`: its memory is new. Else it must share none with a tensor.
+        """
+        if not (is_new or self.in_place):
+            end = y_at + self._nbytes[-1]
+            for at, nbytes in zip(addresses, self._nbytes, strict=False):
+                if at < end and y_at < at + nbytes:
+                    return None
+        return self.begin(self._in_order((*addresses, y_at)), held, describe, waits)
+
+    # -- all calls
+    def places(self, arrays: Mapping[str, Array]) -> tuple[tuple[int, ...], dict[str, Array]] | None:
+        """The addresses of these arrays as `begin` takes them, and those that are strided. None: C needs one of these.
+
+        0 stands for the address of an array that only kernels of Python use.
+        """
+        if self.lowered is None:
+            return None
+        strided = {name: arrays[name] for name in self.given if not arrays[name].flags.c_contiguous}
+        if not strided.keys() <= self.lowered.unplaced:
+            return None
+        return tuple([0 if name in strided else address_of(arrays[name]) for name in self.given]), strided
 
     def begin(
         self,
         addresses: tuple[int, ...],
-        held: object,
-        describe: Callable[[], Pending],
+        held: Any,
+        describe: Callable[[], Any],
         waits: bool,
-        note: Callable[[Times], object] | None = None,
-        arrays: Mapping[str, Array] | None = None,
+        note: Callable[[int, Times], object] | None = None,
+        strided: Mapping[str, Array] = NOTHING,
     ) -> Any:
-        """Begin a call on memory at these addresses, those of `given`. None: it is finished. Else its task in C.
+        """Begin a call on memory at these addresses, those of `given`.
 
-        False: nothing has begun, and it must run in Python. If Python goes on with a call that has begun, it does so as
-        the Pending that `describe()` returns. `held` is kept until the call is finished. `note` gets the times of one
-        that C has finished, for its trace. `arrays`: the buffers of `given`, for kernels that Python runs.
+        DONE: C has finished it. A TicketInC: it goes on. None: nothing has begun, and Python must do the call.
+
+        `held` is the memory of the call, kept until it is finished; the last of it is its result. If Python goes on
+        with the call, it does so as what `describe()` returns: its `take_over(flight)` is the task from then on.
+        `note` gets the number and the times of a call that C has finished. `strided`: see `places`.
         """
         comm = self.comm
         engine, channel = comm.engine, comm.channel
         if self.is_dropped or comm.backend is not self._chosen or comm.urgency is not None:
-            return False
+            return None
         if len(SCHEDULES) != self.schedules or SCHEDULES.get(self.schedule) is not self.generator:
-            return False  # "auto" may choose another one now
+            return None  # "auto" may choose another one now
         with engine.lock:
             if note is None and (engine.report is not None or comm.recording is not None):
-                return False
+                return None
             if channel.failures or channel.lost is not None:
-                return False
-            memory = self._free.pop() if self._free else None
+                return None
+            memory = self._free.pop() if self._free else self._memory()
             if memory is None:
-                if self._in_flight >= MOST_IN_FLIGHT:
-                    return False
-                try:
-                    memory = Memory(self)
-                except MemoryError:
-                    return False
-            call = memory.call
+                return None
+            self.used, call = True, memory.call
             stamp, slot = self.last_stamp, _ = comm.next_call()
             comm.note_start(self.name, stamp)
             seconds = seconds_in_c(engine, waits, self.is_small)
@@ -178,142 +378,138 @@ class Ticket:
                 is_finished = call.run_on(slot << MESSAGE_BITS, seconds, STALL_SECONDS, stamp, addresses) == FINISHED
             finally:
                 if not is_finished:
+                    self._in_flight += 1
                     memory.bases[[*self.given.values()]] = addresses
-                    task = self._flies(memory, stamp, slot, describe, held, note, arrays or {})
-                    task.awaited = waits
-                    task.moved()
+                    kernels = self._kernels(memory, addresses, strided)
+                    flight = TicketInC(self, memory, stamp, kernels, describe, held, note, strided)
+                    flight.awaited, flight.forwards = waits, self.program.forwards
+                    flight.is_long = self.program.is_long(self.sized)
+                    flight.moved()
             if is_finished:
                 channel.begun[0] = stamp
                 if note is not None:
-                    note(Times.of(call, self.front))
+                    note(stamp, Times.of(call, self.front))
                 self._free.append(memory)
-                return None
-            return task
+                return DONE
+            return flight
 
-    def _flies(
-        self,
-        memory: Memory,
-        stamp: int,
-        slot: int,
-        describe: Callable[[], Pending],
-        held: object,
-        note: Callable[[Times], object] | None,
-        given: Mapping[str, Array],
-    ) -> InC:
-        """The task of a call that is in flight from now on."""
-        comm = self.comm
-        self._in_flight += 1
-        comm.turns.append(stamp)
+    def _memory(self) -> Memory | None:
+        """Memory for one more call in flight. None: C does not know the plan, or there is none."""
+        if self._in_flight >= MOST_IN_FLIGHT or self.lowered is None:
+            return None
+        try:
+            return Memory(self, self.lowered)
+        except MemoryError:
+            return None
 
-        def arrived() -> None:
-            if note is not None:
-                note(Times.of(memory.call, self.front))
-            comm.end_turn(stamp)
-            self._in_flight -= 1
+    def _kernels(self, memory: Memory, addresses: tuple[int, ...], strided: Mapping[str, Array]) -> PythonKernels:
+        """What Python runs in a call on this memory. It is kept: the same few tensors are given again and again."""
+        assert self.lowered is not None
+        if not (ops := self.lowered.kernels):
+            return NO_KERNELS
+        kernels = None if strided else memory.kernels.get(addresses)
+        if kernels is None:
+            arrays, front = self.arrays(memory, strided), self.front
+            actions = self.program.resolve(arrays, self.sized.starts, self.backend, only=ops)
+            follows = self.program.follows if self.program.asynchronous else None
+            kernels = PythonKernels(
+                {front + op: action for op, action in zip(ops, actions, strict=True)}, follows, front
+            )
+            if not strided:
+                if len(memory.kernels) >= MOST_KNOWN:
+                    memory.kernels.clear()
+                memory.kernels[addresses] = kernels
+        return kernels
+
+    def arrays(self, memory: Memory, strided: Mapping[str, Array]) -> dict[str, Array]:
+        """The buffers of a call. They keep no memory alive."""
+        return {**arrays_at(self.program, self.sized.shapes, memory.bases), **strided}
+
+    def left(self, memory: Memory | None = None) -> None:
+        """C has left a call in flight. If it has finished it, another one may have this memory."""
+        self._in_flight -= 1
+        if memory is not None:
             self._free.append(memory)
 
-        def take_over() -> Task:
-            self._in_flight -= 1
-            task.pending = describe()
-            task.pending._backend = self.backend  # the communicator may have another one meanwhile
-            return self._hand_over(memory, stamp, slot, task.pending, held, task.tokens, given)
 
-        kernels = NO_KERNELS
-        if self.kernels:
-            arrays = {**arrays_at(self.program, self.sized.shapes, memory.bases), **given}
-            made = self.program.resolve(arrays, self.sized.starts, self.backend, only=self.kernels)
-            actions = {self.front + op: action for op, action in zip(self.kernels, made, strict=True)}
-            kernels = PythonKernels(actions, self.program.follows if self.program.asynchronous else None, self.front)
-        task = InC(memory.call, comm, stamp, take_over, arrived, held, kernels)
-        task.is_long, task.forwards = self.is_long, self.program.forwards
-        return task
+class TicketInC(InC):
+    """A call of a ticket that C carries out, in flight. Used as a Pending: `value` is its result, if it has one.
 
-    def _hand_over(
+    `pending` is what goes on with the call in Python. None: C does.
+    """
+
+    pending: Any = None
+    has_agreed = False  # True: Python goes on with the plan, in the memory of this call
+
+    def __init__(
         self,
+        ticket: Ticket,
         memory: Memory,
         stamp: int,
-        slot: int,
-        pending: Pending,
-        held: object,
-        tokens: Mapping[int, Any],
-        given: Mapping[str, Array],
-    ) -> Task:
-        """Python goes on: with the agreement, or with the plan if the ranks have agreed."""
-        comm, program, front, call = self.comm, self.program, self.front, memory.call
-        pending._stamp, pending._slot = stamp, slot
-        exported = call.export()  # first: the thread of C moves the call until then
-        times, inbox = np.frombuffer(exported[1], np.float64), memory.headers[1].reshape(-1)
-        if times[len(times) // 2 + front - 1]:
-            arrays = {**arrays_at(program, self.sized.shapes, memory.bases), **given}
-            run = Run(program, comm, stamp, slot)
-            run.held, pending.extents = (memory, held), self.extents
-            run.carried = carried(inbox, memory.fields[1, :, -1].tolist(), self.presumed)
-            if comm.recording is not None or comm.engine.report is not None:
-                run.on_finish = functools.partial(pending._note, comm.recording, run)
-            pending._outputs = {b.name: arrays[b.name] for b in program.outputs} | pending._outputs
-            pending._task = pending._run = run
-            pending._has_memory = True
-            actions = program.resolve(arrays, self.sized.starts, self.backend, comm.link.collective)
-            taken_over(call, run, actions, self.is_small, front, Sent(memory), tokens, exported)
-            comm.end_turn(stamp)
-            return run
-        agreement = pending.agreement()
-        pending._task = agreement
-        _, arrived, expected = memory.fields[:, :, 1]  # the digests
-        if call.disagrees and (arrived == expected).all():  # as where rows change at every call
-            comm.tickets[self.form], self.is_dropped = False, True
-        code, begun, (_, _, requests) = call.error, call.started, exported
-        peers = [peer for peer in range(comm.size) if peer != comm.rank]
-        there = [(handle, peers[op] if op < len(peers) else -1) for handle, op in requests]
-        agreement.go_on(inbox, self.carries, there, code, begun)
-        return pending._task
+        kernels: PythonKernels,
+        describe: Callable[[], Any],
+        held: Any,
+        note: Callable[[int, Times], object] | None,
+        strided: Mapping[str, Array],
+    ):
+        self.ticket, self.value = ticket, held[-1]
+        self._memory, self._strided, self._describe, self._note = memory, strided, describe, note
+        ticket.comm.turns.append(stamp)
+        super().__init__(memory.call, ticket.comm, stamp, self._taken_over, self._landed, held, kernels)
 
-    def run(self, pending: Pending, waits: bool) -> bool:
-        """Begin the call that `pending` describes in C. If it is not finished there, it goes on as its task.
+    def _landed(self) -> None:
+        if self._note is not None:
+            self._note(self.stamp, Times.of(self.call, self.ticket.front))
+        self.comm.end_turn(self.stamp)
+        self.ticket.left(self._memory)
 
-        False: nothing has begun.
-        """
-        try:
-            arrays = pending.memory(self.program, self.sized.shapes, [b.name for b in self.kept])
-        except Exception:  # the call fails in Python, where the other ranks hear of it
-            return False
-        given = [arrays[name] for name in self.given]
-        placed = [name not in self.unplaced for name in self.given]
-        if not all(array.flags.c_contiguous for array, is_placed in zip(given, placed, strict=True) if is_placed):
-            return False
-        addresses = tuple([address_of(a) if is_placed else 0 for a, is_placed in zip(given, placed, strict=True)])
-        out = pending._local.out
-        with self.comm.engine.lock:
-            pending._ticket, pending.extents, note = self, self.extents, None
-            if self.comm.recording is not None or self.comm.engine.report is not None:
-                note = functools.partial(pending._note_in_c, self.comm.recording)
-            elif not waits:
-                note = functools.partial(setattr, pending, "_times")
-            begun = self.begin(addresses, given, lambda: pending, waits, note, arrays)
-            if begun is False:
-                return False
-            pending._stamp = self.last_stamp
-            if pending._task is None:  # else Python goes on with it already
-                pending._task = begun or DONE
-        if out is not None:
-            dlpack.mark_written(out.owner)
-        return True
+    def _taken_over(self) -> Task:
+        self.ticket.left()
+        self.pending = self._describe()
+        self._exported = self.call.export()  # first: the thread of C moves the call until then
+        times = np.frombuffer(self._exported[1], np.float64)
+        self.has_agreed = bool(times[len(times) // 2 + self.ticket.front - 1])
+        task: Task = self.pending.take_over(self)
+        return task
 
-
-class Flying:
-    """A call of a `Front` that is in flight, used as a Pending. `value` is its result, if C finishes it."""
-
-    def __init__(self, task: InC, value: Any):
-        self.comm, self.task, self.value = task.comm, task, value
+    def _forget(self) -> None:
+        super()._forget()
+        del self._memory, self._strided, self._describe, self._note
 
     @property
-    def pending(self) -> Any:
-        """What goes on with the call. None: C does."""
-        return self.task.pending
+    def outputs(self) -> dict[str, Array]:
+        """The results in their memory, while Python takes over."""
+        arrays = self.ticket.arrays(self._memory, self._strided)
+        return {buffer.name: arrays[buffer.name] for buffer in self.ticket.program.outputs}
 
+    def go_on(self, run: Run) -> None:
+        """`run` goes on with the plan: the ranks have agreed."""
+        ticket, memory = self.ticket, self._memory
+        assert ticket.lowered is not None
+        arrays, presumed = ticket.arrays(memory, self._strided), ticket.lowered.presumed
+        run.held = memory, self.held
+        run.carried = carried(memory.headers[1].reshape(-1), memory.fields[1, :, -1].tolist(), presumed)
+        actions = ticket.program.resolve(arrays, ticket.sized.starts, ticket.backend, self.comm.link.collective)
+        beside = Sent(memory)
+        taken_over(self.call, run, actions, ticket.is_small, ticket.front, beside, self.tokens, self._exported)
+        self.comm.end_turn(self.stamp)
+
+    def agree(self, agreement: Agreement) -> None:
+        """`agreement` goes on with what the headers of some ranks say."""
+        ticket, memory, comm = self.ticket, self._memory, self.comm
+        assert ticket.lowered is not None
+        _, arrived, expected = memory.fields[:, :, 1]  # the digests
+        if self.call.disagrees and (arrived == expected).all():  # as where rows change at every call
+            ticket.is_dropped = True
+        peers = [peer for peer in range(comm.size) if peer != comm.rank]
+        requests = [(handle, peers[op] if op < len(peers) else -1) for handle, op in self._exported[2]]
+        carries = ticket.lowered.agreed.carries
+        agreement.go_on(memory.headers[1].reshape(-1), carries, requests, self.call.error, self.call.started)
+
+    # -- for the caller
     @property
     def _current(self) -> Task:
-        return self.task if self.pending is None else self.pending._task
+        return self if self.pending is None else self.pending.task
 
     def done(self) -> bool:
         """True once the call is finished. Progresses everything in flight."""
@@ -324,8 +520,8 @@ class Flying:
     def wait(self, timeout: float | None = None) -> Any:
         """The result. Raises the error of the call, and WaitTimeout after `timeout` seconds (it goes on)."""
         begun = perf_counter()
-        drive_in_c(self.task)
-        if not self.comm.engine.wait(self.task, self.comm.channel, timeout):
+        drive_in_c(self)
+        if not self.comm.engine.wait(self, self.comm.channel, timeout):
             raise WaitTimeout(f"a call of {self.comm.name} is not finished after {timeout:g} s; it goes on")
         if self.pending is not None:
             self.pending.wait(None if timeout is None else max(0.0, timeout - (perf_counter() - begun)))
@@ -345,42 +541,4 @@ class Flying:
         if self.pending is None:
             return self.value
         result = self.pending.result
-        return self.value if self.pending._has_memory else result
-
-
-def remember(pending: Pending, form: Hashable) -> None:
-    """Note a call that is finished. At the second one of its form it gets a ticket, if C can carry it out.
-
-    At a later one, if the headers have not decided the second one alone.
-    """
-    comm, number = pending._comm, hash(form)
-    with comm.engine.lock:  # several threads may wait for calls
-        if number not in comm.seen:
-            _make_room(comm.seen)
-            comm.seen[number] = None
-        elif pending.agreed is not None and pending.agreed.has_one_round:
-            _make_room(comm.tickets)
-            comm.tickets[form] = _ticket_of(pending, form) or False
-
-
-def _make_room(entries: dict[Any, Any]) -> None:
-    while len(entries) >= MOST_TICKETS:
-        del entries[next(iter(entries))]
-
-
-def _ticket_of(pending: Pending, form: Hashable) -> Ticket | None:
-    """The ticket of a finished call. None: C does not know some op of its plan."""
-    agreement, run, extents = pending.agreed, pending._run, pending.extents
-    if agreement is None or run is None or extents is None:
-        return None
-    program = run.compiled
-    sized = program.sized(extents)
-    if program.is_opaque or len(program.outputs) != 1:
-        return None
-    made = table(program, sized, pending._comm.most_nbytes)
-    if made is None:
-        return None
-    placed = (array for name, array in pending._local.arrays.items() if name not in made.unplaced)
-    if not all(array.flags.c_contiguous for array in placed):
-        return None
-    return Ticket(form, pending, agreement, program, sized)
+        return self.value if self.has_agreed else result

@@ -125,7 +125,6 @@ class InC(Task):
         self._take_over, self._arrived = take_over, arrived
         self._heir: Task | None = None
         self._left_at = perf_counter()  # when the program went on with other work; 0: it has waited since
-        self.pending: Any = None  # what Python has made of the call, if it is one of a ticket
         self._enter()
         comm.engine.in_c(self, engine().library)
 

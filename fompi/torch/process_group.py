@@ -41,11 +41,12 @@ from fompi.base.errors import (
     WaitTimeout,
 )
 from fompi.engine.communicator import Communicator
+from fompi.engine.tasks import DONE
 from fompi.mpi import environment, launcher, transport
 from fompi.mpi.link import of_members
 from fompi.ops import messages, operations
 from fompi.ops.arguments import SUMS
-from fompi.ops.front import REFUSED, Door, known_call, place_of
+from fompi.ops.keys import Shortcuts, known_call, place_of
 from fompi.ops.message_forms import PlainMemory, said_of
 from fompi.tensors import dlpack
 from fompi.torch import private, streams
@@ -182,7 +183,7 @@ class Collectives:
         self.order = "any"  # of sums (`fompi.torch.ordered`)
         self._parts: list[Work] | None = None  # the calls since `_start_coalescing`
         self._ones = torch.ones(1, dtype=torch.int32)  # what barriers send
-        self._door, self._forms = Door(), dict[Hashable, tuple[str, bytes, int]]()
+        self._shortcuts, self._forms = Shortcuts(), dict[Hashable, tuple[str, bytes, int]]()
         self._reports: dict[int, Any] = {}  # receives of `monitored_barrier` that are still in flight
         self.set_timeout(timeout)
 
@@ -196,9 +197,9 @@ class Collectives:
         how = _How(operation, options.pop("counts", None), words, arriving, options)
         try:
             call = known_call(operation.name, args, options, how.compared)
-            self._door.learn(self.comm, call, how)
+            self._shortcuts.learn(self.comm, call, how)
             arguments, call_options = how.read(args, self.comm)
-            arguments.key = None if call is None else call.key
+            arguments.known = call
             return operation.begin(arguments, self.comm, call_options)
         except Exception as error:
             raise in_words_of_torch(error, operation.name) from error
@@ -217,7 +218,7 @@ class Collectives:
         It writes to `out`, which may be `x`. Without `out` it has a new result, which `finish` copies. `value`: the
         tensors that it writes, if they are not `out`.
         """
-        self._door.forget()
+        self._shortcuts.forget()
         if self._parts is not None:
             return None
         there = place = place_of(x)
@@ -226,13 +227,13 @@ class Collectives:
         if place is None or there is None:
             return None
         (form, x_at), (out_form, out_at) = place, there
-        found = self._door.find((verb, self.order, form, out_form), x_at, out_at)
+        found = self._shortcuts.find((verb, self.order, form, out_form), x_at, out_at)
         if found is None:
             return None
-        front, how = found
+        ticket, how = found
         y = out
         if y is None:
-            y = front.make()
+            y = ticket.make()
             out_at = y.data_ptr()
 
         def describe() -> Any:
@@ -243,14 +244,14 @@ class Collectives:
         is_async, value = getattr(opts, "asyncOp", True), value or ([x] if out is x else out)
         try:
             self.comm.check()
-            flight = front.begin(x_at, out_at, (x, y), describe, not is_async)
-            if flight is REFUSED:
+            task = ticket.begin_at((x_at,), out_at, (x, y), describe, not is_async)
+            if task is None:
                 return None
-            if flight is not None and is_async:
-                return self._work(how.operation.name, opts, [flight], finish, value)
-            if flight is not None:
+            if task is not DONE and is_async:
+                return self._work(how.operation.name, opts, [task], finish, value)
+            if task is not DONE:
                 limit = _limit_of(opts)
-                y = flight.wait(None if limit is None else limit.total_seconds())
+                y = task.wait(None if limit is None else limit.total_seconds())
             if finish is not None:
                 finish(y)
         except Exception as error:

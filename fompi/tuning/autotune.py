@@ -82,7 +82,7 @@ def measured_schedule(
     def list_candidates() -> Iterable[Candidate]:
         return candidates(problem, sizes, comm)
 
-    trial = replace(arguments, out=None, key=None) if local.in_place else arguments  # x is needed again
+    trial = replace(arguments, out=None, known=None) if local.in_place else arguments  # x is needed again
 
     def time_call(candidate: Candidate) -> float:
         options = CallOptions(candidate.schedule, candidate.slices, **keywords(problem))

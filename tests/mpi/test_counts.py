@@ -38,6 +38,7 @@ class Footprint:
 
     def __init__(self, world):
         world.link.comm.Barrier()
+        world.tickets.clear()  # one for each set of rows, a bounded number of them
         end = perf_counter() + 1
         while world.engine._requests and perf_counter() < end:
             world.engine.progress()  # the last handshakes of this rank may still be in flight

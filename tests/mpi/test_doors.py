@@ -108,13 +108,12 @@ def each_verb(rank, size):
 
 def test_every_verb(group, world):
     each_verb(world.rank, world.size)
-    assert len(group._door._fronts) >= 11
+    assert len(group._shortcuts._known) >= 11
 
 
 def test_python_goes_on_at_every_step(group, world, cut):
     group.comm.tickets.clear()
-    group.comm.fronts.clear()
-    group._door._fronts.clear()
+    group._shortcuts._known.clear()
     each_verb(world.rank, world.size)
     assert len(cut) >= 11
 
@@ -282,7 +281,7 @@ def test_collectives_of_the_library(ours, monkeypatch, limit):
 
 def test_every_collective(ours):
     each_collective(ours)
-    assert len(ours._door._fronts) >= 14
+    assert len(ours._shortcuts._known) >= 14
 
 
 def test_python_goes_on_with_collectives(ours, cut):

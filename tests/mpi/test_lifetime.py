@@ -104,7 +104,7 @@ def test_programs_of_calls_are_limited(comm, monkeypatch):
 
 def test_nobody_waits_for_a_pending(world):
     pending = sum_of(world)
-    while not pending._task.finished:
+    while not pending.task.finished:
         world.engine.progress()
     with pytest.warns(ResourceWarning, match=r"fompi.all_reduce.start: nobody waited"):
         del pending

@@ -81,7 +81,6 @@ def test_a_stage_that_fails_on_one_rank(world, monkeypatch, stage, schedule, kin
         how = {} if schedule == "ring" and kind == "all_to_all" else {"schedule": schedule}
         call(world, how)  # makes the plan, so that "plan" fails before the agreement
         world.tickets.clear()  # in C there are no such stages
-        world.fronts.clear()
         errors, caught = [kind_of_error("planted")], None
         with monkeypatch.context() as patch:
             if world.rank == culprit:

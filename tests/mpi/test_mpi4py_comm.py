@@ -290,7 +290,7 @@ def test_a_failed_broadcast_is_an_error(ours):
     request = ours.Ibcast(np.zeros(3))
     request.Wait()
     pending = request.pending
-    pending._task.error = fompi.FompiError("lost")
+    pending.task.error = fompi.FompiError("lost")
     with pytest.raises(fompi.FompiError, match="lost"):
         ours._bcast(np.zeros(3)).finish(pending)
 

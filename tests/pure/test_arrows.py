@@ -134,13 +134,6 @@ def no_circle(graph):
         pytest.fail(f"a circle: {' -> '.join(error.args[1])}")
 
 
-UNTIED = {
-    ("fompi.ops.ticket", "fompi.ops.pending"),
-    ("fompi.ops.front", "fompi.ops.pending"),
-}
-"""Arrows that do not count: their circle is still to be untied."""
-
-
 def test_no_import_cycles():
     """Imports inside functions count, those for type checkers, and those of modules by their names.
 
@@ -151,7 +144,7 @@ def test_no_import_cycles():
         here = module_of(path)
         seen = {name for name in imports(path) if name.split(".")[0] == "fompi"}
         seen |= named(path) if here != "fompi" else set()
-        graph[here] = {name for name in seen - {here} if (here, name) not in UNTIED}
+        graph[here] = seen - {here}
     no_circle(graph)
 
 
