@@ -172,7 +172,7 @@ def localise(
         x.array = x.array[:0]
     rows, runs = _rows(problem, arguments, len(x.array), rank)
     packed = not (problem.multiplies_first or problem.deals_x or leaves or x.array.flags.c_contiguous)
-    arrays = _inputs(problem, tensors, dim, rank)
+    arrays = _inputs(problem, tensors, dim, rank) if weights or operands or leaves else {"x": x.array}
     if columns or (problem.is_split and weights):
         arrays = problem.cut(arrays, rank)
     expects = len(operands[0].array) if operands else arguments.expects
@@ -244,13 +244,14 @@ def _problem(
     form, root = _form(x), arguments.root
     if columns and weights and MEANING[operation].family == "gather":  # x has only the columns of this rank
         form = Form((*form.shape[:-1], sum(columns)), form.dtype)
-    return problems.problem(
+    make = problems.known_problem if type(arguments.op) is str else problems.problem  # which refuses it
+    return make(
         operation,
         size,
         form,
-        [_form(w) for w in weights] if weights else (),
-        [None if b is None else _form(b) for b in biases] if biases else (),
-        [_form(h) for h in operands] if operands else (),
+        tuple([_form(w) for w in weights]) if weights else (),
+        tuple([None if b is None else _form(b) for b in biases]) if biases else (),
+        tuple([_form(h) for h in operands]) if operands else (),
         flipped=arguments.flipped,
         keep=arguments.keep,
         root=root if type(root) is int else as_integer(root, f"{operation}: root"),

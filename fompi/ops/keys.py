@@ -55,15 +55,15 @@ def known_call(name: str, args: Sequence[Any], options: Mapping[str, Any], compa
     """
     if default_device() is not None:
         return None
-    tensors, addresses, forms = tuple(args), (), ()  # type: tuple[Any, ...], tuple[int, ...], tuple[Hashable, ...]
+    tensors, addresses, out, out_at = tuple(args), (), None, 0  # type: tuple[Any, ...], tuple[int, ...], Any, int
+    rest: list[Any] = []
     for x in tensors:
         place = place_of(x)
         if place is None:
             return None
-        forms += (place[0],)
-        addresses += (place[1],)
-    out, out_at = None, 0
-    rest: list[Any] = []
+        form, at = place
+        rest.append(form)
+        addresses = (*addresses, at) if addresses else (at,)
     for option, value in options.items():
         if type(value) in PLAIN:
             rest += [option, type(value), value]
@@ -74,11 +74,11 @@ def known_call(name: str, args: Sequence[Any], options: Mapping[str, Any], compa
             form, at = place
             if option == "out":
                 out, out_at = value, at
-                rest += [option, form, at in addresses[:1]]
+                rest += [option, form, bool(addresses) and at == addresses[0]]
             else:
                 rest += [option, form]
                 tensors, addresses = (*tensors, value), (*addresses, at)
-    return KnownCall((name, compared, *forms, *rest), tensors, addresses, out, out_at)
+    return KnownCall((name, compared, *rest), tensors, addresses, out, out_at)
 
 
 class Shortcuts:
@@ -105,6 +105,7 @@ class Shortcuts:
             return
         ticket = comm.tickets.get(call.key)
         if ticket is not None:
+            ticket.work_out()
             while len(self._known) >= MOST_KEYS:
                 del self._known[next(iter(self._known))]
             self._known[wanted[0]] = ticket, how

@@ -207,6 +207,7 @@ class Pending:
     def _begin_in_c(self, ticket: Ticket, waits: bool) -> bool:
         """Begin the call in C. False: nothing has begun."""
         comm, out = self._comm, self._local.out
+        ticket.work_out()
         try:
             arrays = self.memory(ticket.program, ticket.sized.shapes, ticket.kept)
         except Exception:  # the call fails in Python, where the other ranks hear of it

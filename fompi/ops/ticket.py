@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Mapping
-from functools import cached_property
 from math import prod
 from operator import itemgetter
 from time import perf_counter
@@ -30,7 +29,7 @@ from fompi.engine.native import engine as engine_in_c
 from fompi.engine.tasks import DONE, HANDSHAKE, Sent, Task
 from fompi.ops.arguments import Arguments, LocalCall, names_of
 from fompi.plans.plan import MESSAGE_BITS
-from fompi.runtime.compiled import Compiled, Sized
+from fompi.runtime.compiled import Compiled
 from fompi.runtime.given import MOST_KNOWN, address_of
 from fompi.runtime.lower import Agreed, Headers, table, with_agreement
 from fompi.runtime.native_run import (
@@ -148,6 +147,7 @@ class Ticket:
 
     used = False  # True if a call was made by it since the cache has looked
     is_dropped = False  # True: calls of its form run in Python
+    is_worked_out = False
     last_stamp = 0
 
     def __init__(
@@ -167,35 +167,37 @@ class Ticket:
         self.schedule, self.schedules = program.plan.schedule, len(SCHEDULES)
         self.generator = SCHEDULES.get(self.schedule)
         self.tensors = names_of(local.problem, arguments)
+        self.result = program.outputs[0].name if program.outputs else ""
+        is_kept = ("scratch", "output") if self.over_x else ("scratch",)  # a result that is copied to x at the end
+        self.kept = [buffer.name for buffer in program.program.buffers if buffer.role in is_kept]
+        self.given = {name: at for at, name in enumerate(program.buffers) if name not in self.kept}
         self._shape, self._framework = local.shape, local.like.framework
         self._headers = b"".join(agreement.headers()), agreement.headers_in
         self._free: list[Memory] = []
         self._in_flight = 0
 
-    # -- what follows, worked out at the second call: many calls are not made again
-    @cached_property
-    def sized(self) -> Sized:
-        """The rows of the call."""
-        return self.program.sized(self.extents)
+    def work_out(self) -> None:
+        """What follows, at the second call of a form: many calls are not made again.
 
-    @cached_property
-    def is_small(self) -> bool:
-        """As in `Compiled`."""
-        return self.program.is_small(self.sized)
+        The attributes are plain ones: each costs a call less than a property would.
+        """
+        if self.is_worked_out:
+            return
+        program, names = self.program, (*self.tensors, self.result)
+        self.sized = sized = program.sized(self.extents)
+        self.is_small = program.is_small(sized)
+        self.lowered = self._lowered()
+        shapes, buffers = sized.shapes, program.buffers
+        *self._nbytes, self._y_nbytes = (
+            prod(shapes[name]) * ITEMSIZE[buffers[name].dtype] if name in shapes else 0 for name in names
+        )
+        if len(program.outputs) == 1 and {*names} >= self.given.keys():  # else no call finds it by a key
+            self.make = self._maker()
+            places = [0 if name == self.result and self.in_place else names.index(name) for name in self.given]
+            self._in_order = (lambda addresses: (addresses[places[0]],)) if len(places) == 1 else itemgetter(*places)
+        self.is_worked_out = True
 
-    @cached_property
-    def kept(self) -> list[str]:
-        """The buffers that are no tensors of a call: scratch, and a result that is copied to x at the end."""
-        is_kept = ("scratch", "output") if self.over_x else ("scratch",)
-        return [buffer.name for buffer in self.program.program.buffers if buffer.role in is_kept]
-
-    @cached_property
-    def given(self) -> dict[str, int]:
-        """The other ones, and where the program has them."""
-        return {name: at for at, name in enumerate(self.program.buffers) if name not in self.kept}
-
-    @cached_property
-    def lowered(self) -> Lowered | None:
+    def _lowered(self) -> Lowered | None:
         """None: C does not know some op of the plan."""
         program, comm = self.program, self.comm
         plan = None if program.is_opaque or len(program.outputs) != 1 else table(program, self.sized, comm.most_nbytes)
@@ -212,21 +214,8 @@ class Ticket:
         unplaced = plan.unplaced - ({"x", "y"} if in_place else set())
         return Lowered(agreed, presumed, (own, expected), plan.in_python, unplaced)
 
-    @property
-    def front(self) -> int:
-        """How many ops of a call agree, before those of the program."""
-        assert self.lowered is not None
-        return self.lowered.agreed.front
-
-    # -- calls by a key of their arguments (`fompi.ops.keys`): contiguous tensors of the host, and a new result or out=
-    @property
-    def result(self) -> str:
-        """The buffer that is the result."""
-        return self.program.outputs[0].name
-
-    @cached_property
-    def make(self) -> Callable[[], Any]:
-        """Makes the memory of a new result, as a tensor of the framework of x."""
+    def _maker(self) -> Callable[[], Any]:
+        """What makes the memory of a new result, as a tensor of the framework of x."""
         problem, shapes = self.program.plan.problem, self.sized.shapes
         shape = problem.result_shape(self._shape, self.comm.rank) if problem.flat else shapes[self.result]
         dtype, framework, arena = self.program.buffers[self.result].dtype, self._framework, self.comm.engine.arena
@@ -241,25 +230,13 @@ class Ticket:
             return lambda: arena.take(shape, storage)
         return lambda: dlpack.lend(arena.take(shape, storage), dtype, framework)
 
-    @cached_property
-    def _in_order(self) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
-        """The addresses of the tensors of a call, in the order of `given`."""
-        at = {name: i for i, name in enumerate(self.tensors)} | {self.result: 0 if self.in_place else len(self.tensors)}
-        places = [at[name] for name in self.given]
-        if len(places) == 1:
-            (place,) = places
-            return lambda addresses: (addresses[place],)
-        return itemgetter(*places)
+    @property
+    def front(self) -> int:
+        """How many ops of a call agree, before those of the program."""
+        assert self.lowered is not None
+        return self.lowered.agreed.front
 
-    @cached_property
-    def _nbytes(self) -> list[int]:
-        """The bytes of each tensor of a call, the result last. 0: the program does not read it."""
-        buffers, shapes = self.program.buffers, self.sized.shapes
-        return [
-            prod(shapes[name]) * ITEMSIZE[buffers[name].dtype] if name in shapes else 0
-            for name in (*self.tensors, self.result)
-        ]
-
+    # -- calls by a key of their arguments (`fompi.ops.keys`): contiguous tensors of the host, and a new result or out=
     def enter(self, form: Hashable) -> None:
         """Let calls of this form, or with this key, find the ticket."""
         with self.comm.engine.lock:  # several threads may wait for calls
@@ -293,6 +270,8 @@ class Ticket:
 
     def run(self, call: KnownCall, describe: Callable[[], Any]) -> tuple[Any, Any]:
         """Begin a call for which the program waits. Returns what `begin` does, and the result."""
+        if not self.is_worked_out:
+            self.work_out()
         (_, tensors, addresses, y, y_at), is_new = call, call.out is None
         if is_new:
             try:
@@ -319,9 +298,9 @@ class Ticket:
         `held` are the tensors and the result. `is_new`: its memory is new. Else it must share none with a tensor.
         """
         if not (is_new or self.in_place):
-            end = y_at + self._nbytes[-1]
-            for at, nbytes in zip(addresses, self._nbytes, strict=False):
-                if at < end and y_at < at + nbytes:
+            end = y_at + self._y_nbytes
+            for at, n in zip(addresses, self._nbytes):  # noqa: B905  # as many, and `strict` costs as much as the comparison
+                if at < end and y_at < at + n:
                     return None
         return self.begin(self._in_order((*addresses, y_at)), held, describe, waits)
 

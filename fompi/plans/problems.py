@@ -551,6 +551,10 @@ def problem(
     return _problem(operation, size, row, x.dtype, tuple(weights), tuple(biases), tuple(operand_rows), **traits)
 
 
+known_problem = lru_cache(maxsize=1024)(problem)
+"""`problem` of the same arguments, all of them tuples or strings."""
+
+
 def _row_of(operation: str, x: Form, multiplies: bool, flat: bool) -> tuple[int, ...]:
     """The shape of a row of x. `flat`: each element is a row."""
     if flat:
