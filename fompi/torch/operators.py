@@ -60,7 +60,7 @@ from fompi.plans.tree import Canonical
 from fompi.torch import private
 from fompi.torch.autograd import attached, conjugate
 from fompi.torch.groups import communicator
-from fompi.torch.shapes import RESULTS, Given, expect, moves, results_of, rows_of
+from fompi.torch.shapes import RESULTS, OperatorCall, expect, moves, results_of, rows_of
 
 # ------------------------------------------------------------------------------------------------------ communicators
 
@@ -194,7 +194,7 @@ RAN: Counter[str] = Counter()
 """How often the operator of an operation ran in this process, also in a backward and in compiled code."""
 
 
-def _given(key: str, tensors: Sequence[Any], sizes: Sequence[Any] | None) -> Given:
+def _given(key: str, tensors: Sequence[Any], sizes: Sequence[Any] | None) -> OperatorCall:
     """A call of an operation."""
     options, operation = CALLS[key].given(tensors, sizes), DIFFERENTIABLE[CALLS[key].name]
     how = {name: options.pop(name) for name in CallOptions._fields if name in options}
@@ -203,7 +203,7 @@ def _given(key: str, tensors: Sequence[Any], sizes: Sequence[Any] | None) -> Giv
     arguments.words, leaves = words, None
     if isinstance(arguments.x, tuple):
         leaves, arguments.x = arguments.x, arguments.x[0]
-    return Given(operation, arguments, comm, CallOptions(**how), gradient, arriving, leaves)
+    return OperatorCall(operation, arguments, comm, CallOptions(**how), gradient, arriving, leaves)
 
 
 def _run(key: str, tensors: Sequence[Any], sizes: Sequence[Any] | None, keeps: bool) -> list[torch.Tensor]:

@@ -25,7 +25,7 @@ from fompi.plans.rows import Rows, rows_alike
 # ---------------------------------------------------------------------------------------------------------- operations
 
 
-class Given(NamedTuple):
+class OperatorCall(NamedTuple):
     """A call of an operation by its operator. `leaves`: x is the first of these; None: it is a tensor."""
 
     operation: Operation[Any]
@@ -42,7 +42,7 @@ def moves(name: str) -> str:
     return MEANING[name].moves if name in MEANING else name
 
 
-def has_rows(given: Given) -> bool:
+def has_rows(given: OperatorCall) -> bool:
     """True if `rows_of` can read the arguments. If not, the operation refuses them."""
     a, size = given.arguments, given.comm.size
     return (
@@ -53,7 +53,7 @@ def has_rows(given: Given) -> bool:
     )
 
 
-def rows_of(given: Given) -> Rows:
+def rows_of(given: OperatorCall) -> Rows:
     """The rows of a call. Where only the other ranks know them: `arriving`, or those of ranks like this one."""
     name, a, comm = given.operation.name, given.arguments, given.comm
     if moves(name) in ("broadcast", "sendrecv") or name in ("all_reduce", "reduce"):
@@ -64,7 +64,7 @@ def rows_of(given: Given) -> Rows:
     return rows_alike(name, comm.rank, comm.size, a.x.shape[row_dim(a)], counts, given.arriving, columns, a.root)
 
 
-def expect(given: Given) -> Exception | None:
+def expect(given: OperatorCall) -> Exception | None:
     """Let the ranks compare the rows that arrive. Returns the error of an `arriving` that cannot be right here."""
     a, comm, arriving = given.arguments, given.comm, given.arriving
     if moves(given.operation.name) not in ("all_gather", "all_to_all") or not has_rows(given):
@@ -89,7 +89,7 @@ def expect(given: Given) -> Exception | None:
     return None
 
 
-def results_of(given: Given) -> list[torch.Tensor]:
+def results_of(given: OperatorCall) -> list[torch.Tensor]:
     """Tensors with the shapes and the strides of the results. Wrong arguments are errors of the call, not here."""
     name, a, comm = given.operation.name, given.arguments, given.comm
     if moves(name) in ("all_reduce", "broadcast", "sendrecv") and not a.weights:
@@ -113,7 +113,7 @@ def results_of(given: Given) -> list[torch.Tensor]:
     return flatten(a.result(outputs))
 
 
-def _dealt(given: Given) -> tuple[Any, ...]:
+def _dealt(given: OperatorCall) -> tuple[Any, ...]:
     """How many columns each rank has in a call that deals them. Empty: it deals none."""
     name, a = given.operation.name, given.arguments
     if name not in MEANING or not MEANING[name].deals:
