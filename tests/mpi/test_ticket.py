@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from time import sleep
 
@@ -161,6 +162,26 @@ def test_keys(own):
         with pytest.raises(fompi.TensorError, match="shares memory"):
             fompi.all_reduce(memory[:3], out=memory[2:], comm=own)
     assert any(isinstance(key[0], str) for key in own.tickets)
+
+
+def test_a_product_enters_few_files(own):
+    """Those of a call that is repeated, in C, and of one that is bound."""
+
+    def files_of(call):
+        entered = set()
+        sys.setprofile(lambda frame, event, _: entered.add(frame.f_code.co_filename) if event == "call" else None)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+        return {name for name in entered if f"{os.sep}fompi{os.sep}" in name and __file__ != name}
+
+    x, w = np.ones((2, 3), np.float32), np.ones((3, 2), np.float32)
+    bound = fompi.all_gather_matmul.bind(x, w, comm=own)
+    for call, most in ((lambda: fompi.all_gather_matmul(x, w, comm=own), 12), (bound, 8)):
+        for _ in range(4):
+            call()
+        assert 0 < len(files_of(call)) <= most
 
 
 def test_a_closed_communicator(comm):
