@@ -53,56 +53,35 @@ _DATA = 24
 """Where in a buffer the address of its data is."""
 
 _P = c.c_void_p
-_HEAD: Any = [("size", c.c_size_t), ("extension", _P)]
 
 
-class _Version(c.Structure):
-    _fields_ = (*_HEAD, ("major", c.c_int32), ("minor", c.c_int32))
+def _struct(
+    *fields: tuple[str, Any], begins: Sequence[tuple[str, Any]] = (("size", c.c_size_t), ("extension", _P))
+) -> Any:
+    """A struct of the interface with these fields, behind those with which it `begins`."""
+    return type("Struct", (c.Structure,), {"_fields_": (*begins, *fields)})
 
 
-class _Metadata(c.Structure):
-    _fields_ = (("size", c.c_size_t), ("version", _Version), ("traits", c.c_uint32))
-
-
-class _Extension(c.Structure):
-    _fields_ = (("size", c.c_size_t), ("type", c.c_int32), ("next", _P), ("metadata", c.POINTER(_Metadata)))
-
-
+_Version = _struct(("major", c.c_int32), ("minor", c.c_int32))
+_Metadata = _struct(("size", c.c_size_t), ("version", _Version), ("traits", c.c_uint32), begins=())
+_Extension = _struct(
+    ("size", c.c_size_t), ("type", c.c_int32), ("next", _P), ("metadata", c.POINTER(_Metadata)), begins=()
+)
 _ErrorCreate = c.CFUNCTYPE(_P, _P)
+_Api = _struct(
+    *(("version", _Version), ("internal", _P), ("error_create", _ErrorCreate)),
+    *(("others", _P * 3), ("stream_get", _ErrorCreate), ("type_register", _ErrorCreate)),
+    *(("context_get", _P), ("state_set", _ErrorCreate)),
+)
+_TypeInfo = _struct(("deleter", _P))
+_TypeRegister = _struct(("name", c.c_char_p), ("length", c.c_size_t), ("type_id", _P), ("type_info", _P))
+"""The last field is there from the version 0.3 on."""
 
+_StateSet = _struct(("context", _P), ("words", _P * 3))
+"""The words behind the context are (type, state, deleter) in the version 0.1, (stage, type, state) in 0.3."""
 
-class _Api(c.Structure):
-    _fields_ = (
-        *(*_HEAD, ("version", _Version), ("internal", _P), ("error_create", _ErrorCreate)),
-        *(("others", _P * 3), ("stream_get", _ErrorCreate), ("type_register", _ErrorCreate)),
-        *(("context_get", _P), ("state_set", _ErrorCreate)),
-    )
-
-
-class _TypeInfo(c.Structure):
-    _fields_ = (*_HEAD, ("deleter", _P))
-
-
-class _TypeRegister(c.Structure):
-    """The last field is there from the version 0.3 on."""
-
-    _fields_ = (*_HEAD, ("name", c.c_char_p), ("length", c.c_size_t), ("type_id", _P), ("type_info", _P))
-
-
-class _StateSet(c.Structure):
-    """The words behind the context are (type, state, deleter) in the version 0.1, (stage, type, state) in 0.3."""
-
-    _fields_ = (*_HEAD, ("context", _P), ("words", _P * 3))
-
-
-class _StreamGet(c.Structure):
-    _fields_ = (*_HEAD, ("context", _P), ("stream", _P))
-
-
-class _Error(c.Structure):
-    _fields_ = (*_HEAD, ("message", c.c_char_p), ("code", c.c_int32))
-
-
+_StreamGet = _struct(("context", _P), ("stream", _P))
+_Error = _struct(("message", c.c_char_p), ("code", c.c_int32))
 _Handler = c.CFUNCTYPE(_P, c.c_size_t)
 
 
