@@ -173,7 +173,7 @@ def test_a_pipeline_takes_as_long_as_in_the_simulator(schedule):
     model = SMALL._replace(vocabulary=1)  # else the last stage takes longer, and W cannot fill what F and I leave
     step = StepParts(model, NVLINK, 4, 8)
     result = step.predicted(layout, step.memory(layout))
-    passes = step._stage_of(layout).passes
+    passes = step._stage_of(layout)[0]
     seconds = {"F": passes.forward.seconds, "I": passes.inputs.seconds, "W": passes.weights.seconds}
     message = step.axis(4, 1).message(ITEM * model.sequence * model.hidden)
     written = plan(schedule, ranks=4, microbatches=8, chunks=chunks, activations=(1,), dtype=DTYPE, seconds=seconds)
@@ -187,10 +187,10 @@ def test_the_last_stage_has_fewer_layers_because_of_the_output_layer():
     """As Llama 3 405B on 16 stages: 126 layers, 8 on a stage. The simulator has the seconds of each stage."""
     model = SMALL._replace(layers=30, vocabulary=65536)
     step, layout = StepParts(model, NVLINK, 4, 16), StepLayout(pp=4)
-    stage = step._stage_of(layout)
-    assert (stage.layers, stage.last) == (9, 3) and model.layers == 3 * 9 + 3
+    _, layers, last = step._stage_of(layout)
+    assert (layers, last) == (9, 3) and model.layers == 3 * 9 + 3
     layer, output = step.layer(1, 1, 1, 1)[0], step.output(1, 1, 1)
-    stages = [*[step.stage(1, 1, 1, 1, 1, 1).passes.plus(layer, -21).plus(output, -1)] * 3, output.plus(layer, 3)]
+    stages = [*[step.stage(1, 1, 1, 1, 1, 1)[0].plus(layer, -21).plus(output, -1)] * 3, output.plus(layer, 3)]
     seconds = {kind: [stage[i].seconds for stage in stages] for kind, i in (("F", 0), ("I", 1), ("W", 2))}
     written = plan("1f1b", ranks=4, microbatches=16, activations=(1,), dtype=DTYPE, seconds=seconds)
     trace = fompi.simulate(written, Machine("m", 1e-12, 1e18, 1.0, 1e18, 0.0, lanes=2))
