@@ -9,7 +9,8 @@ import pytest
 
 from fompi.backends.emulated import Emulated
 from fompi.backends.numbers import product, wide_product
-from fompi.bench import kernels, pipelines, strategies
+from fompi.bench import accelerator as kernels
+from fompi.bench import pipelines, strategies
 from fompi.model.machine import Machine
 from fompi.parallel import linear
 from fompi.parallel.activations import activate, activate_backward
