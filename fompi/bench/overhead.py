@@ -242,9 +242,9 @@ COLD_ROUNDS = 3
 def _calibrated(machine: Any) -> Any:
     """The machine with everything that `calibrate` adds: curves, and the CPU time that messages cost."""
     sampled = tuple((float(n), machine.link(0, 1).seconds(n)) for n in (0, 1 << 10, 1 << 14, 1 << 18, 1 << 22))
-    natives = {name: tuple((4.0 * n, 3 * s) for n, s in sampled) for name in COLLECTIVES}
+    collectives = {name: tuple((4.0 * n, 3 * s) for n, s in sampled) for name in COLLECTIVES}
     costs = {"cpu_message": 12e-6, "cpu_byte": 4e-10, "poll": 1e-3, "pack_rate": 8e9}
-    return replace(machine, curve=sampled, natives=natives, natives_behind=natives, **costs)
+    return replace(machine, curve=sampled, collectives=collectives, collectives_behind=collectives, **costs)
 
 
 def choosing(bench: Bench) -> Iterator[Row]:

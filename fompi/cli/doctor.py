@@ -44,7 +44,7 @@ from fompi.cli.findings import (
 from fompi.cli.output import Progress, UsageError, show, show_json
 from fompi.engine import faults
 from fompi.engine.communicator import Communicator
-from fompi.engine.progress import native_share
+from fompi.engine.progress import unaided_share
 from fompi.model import fit
 from fompi.model.fit import Pairs
 from fompi.model.machine import Level
@@ -205,7 +205,7 @@ class _Steps:
         polled = self._gather(nbytes, ROUNDS, False)
         if polled < SHORTEST_SECONDS:
             return None
-        return native_share(polled, self._gather(nbytes, ROUNDS, True, 1.5 * polled + POLL_SECONDS))
+        return unaided_share(polled, self._gather(nbytes, ROUNDS, True, 1.5 * polled + POLL_SECONDS))
 
     def _gather(self, nbytes: int, rounds: int, behind: bool, seconds: float = 0.0) -> float:
         """The seconds that a program waits for an all-gather of `nbytes`, on the slowest rank.

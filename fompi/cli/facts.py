@@ -127,13 +127,13 @@ def _progress_facts() -> dict[str, Any]:
     except (LaunchError, LayoutError) as error:
         mode, source = None, str(error)
     pause = progress.pause_between_polls(mode, launcher.cores_per_rank()) if mode in progress.HELPED else None
-    native = progress.measure_native(link.Link(link.mpi_communicator(None)))
+    unaided = progress.measure_unaided(link.Link(link.mpi_communicator(None)))
     return {
         "mode": mode,
         "source": source,
         "seconds_between_polls": pause,
         "worker": pause is not None and progress.has_spare(launcher.cores_per_rank()),
-        "native": native._asdict(),
+        "unaided": unaided._asdict(),
     }
 
 

@@ -272,10 +272,10 @@ def _progress(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "warning", "messages do not move while a kernel runs: FOMPI_PROGRESS=poll", "unset FOMPI_PROGRESS"
         )
-    elif progress["mode"] == "native" and (progress["native"]["share"] or 0.0) < ENOUGH_SHARE:
+    elif progress["mode"] == "library" and (progress["unaided"]["share"] or 0.0) < ENOUGH_SHARE:
         yield Finding(
             "warning",
-            f"FOMPI_PROGRESS=native, but {mpi['library']} moves {progress['native']['share'] or 0.0:.0%} by itself",
+            f"FOMPI_PROGRESS=library, but {mpi['library']} moves {progress['unaided']['share'] or 0.0:.0%} by itself",
             "unset FOMPI_PROGRESS: then a thread moves messages",
         )
     elif facts.moved is not None and facts.moved < HELPED_SHARE:

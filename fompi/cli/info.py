@@ -159,13 +159,13 @@ def _progress_lines(progress: dict[str, Any] | None) -> list[tuple[str, str]]:
         return []
     from fompi.engine.progress import Pause
 
-    pause, native = progress["seconds_between_polls"], progress["native"]
+    pause, unaided = progress["seconds_between_polls"], progress["unaided"]
     helper = "" if pause is None else f", a poll every {Pause(*pause)}"
     helper += ", another thread for products" if progress["worker"] else ""
-    if native["share"] is None:
-        share = f"not measured: {native['skipped']}"
+    if unaided["share"] is None:
+        share = f"not measured: {unaided['skipped']}"
     else:
-        share = f"{native['share']:.0%} of {native['nbytes'] >> 10} KiB ({1e3 * native['seconds']:.3g} ms)"
+        share = f"{unaided['share']:.0%} of {unaided['nbytes'] >> 10} KiB ({1e3 * unaided['seconds']:.3g} ms)"
         share += " move while all ranks stay out of MPI"
     return [("progress", f"{progress['mode'] or 'none'} ({progress['source']}){helper}"), ("by itself", share)]
 

@@ -89,7 +89,7 @@ def engine_of_process() -> Engine:
 
 def progress_mode(machine: Machine | None = None) -> str:
     """How messages move in this process while it computes (`fompi.engine.progress`). Raises LaunchError."""
-    share = 0.0 if machine is None else machine.native_share
+    share = 0.0 if machine is None else machine.unaided_share
     return choose_mode(environment.value("FOMPI_PROGRESS"), thread_levels()[1], share)
 
 

@@ -4,9 +4,9 @@ FOMPI_PROGRESS chooses the mode, and `python -m fompi info` shows it:
 
 | mode     | while a kernel runs, or the program does something else                                      |
 |----------|----------------------------------------------------------------------------------------------|
-| `auto`   | `helper`, or `native` on a machine (FOMPI_MACHINE) that was measured to need no more         |
+| `auto`   | `helper`, or `library` on a machine (FOMPI_MACHINE) that was measured to need no more        |
 | `helper` | a thread polls, sleeps between polls, and computes sums whose operands have arrived          |
-| `native` | the same, but with few polls: for a library that moves messages by itself (`measure_native`) |
+| `library` | the same, but with few polls: for a library that moves messages by itself (`measure_unaided`) |
 | `poll`   | messages do not move: they move only between kernels, and while the program waits or asks.   |
 |          | If MPI allows only one thread to call it, this is always the mode                            |
 
@@ -41,7 +41,7 @@ from fompi.mpi import environment
 if TYPE_CHECKING:
     from fompi.mpi.link import Link
 
-HELPED = ("helper", "native")
+HELPED = ("helper", "library")
 """The modes with a helper thread."""
 
 SCARCE_SECONDS, SPARE_SECONDS, RARE_SECONDS = 1e-3, 50e-6, 4e-3
@@ -80,17 +80,17 @@ _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274, "riscv64": 274, "ppc64le": 355,
 _SCHED_ATTR = struct.Struct("<IIQiIQQQ")  # size, policy, flags, nice, priority, runtime, deadline, period
 
 
-def choose_mode(choice: str, thread_level: str, native_share: float = 0.0) -> str:
+def choose_mode(choice: str, thread_level: str, unaided_share: float = 0.0) -> str:
     """The mode for FOMPI_PROGRESS=`choice` at this thread level of MPI. Raises LaunchError for an unknown mode.
 
-    `native_share` is the share of a message that the library moves by itself (`Machine.native_share`).
+    `unaided_share` is the share of a message that the library moves by itself (`Machine.unaided_share`).
     """
     environment.check("FOMPI_PROGRESS", choice)
     if thread_level != "multiple":
         return "poll"  # the program may be inside MPI at any time, so no second thread may call it
     if choice != "auto":
         return choice
-    return "native" if native_share >= ENOUGH_SHARE else "helper"
+    return "library" if unaided_share >= ENOUGH_SHARE else "helper"
 
 
 class Pause(NamedTuple):
@@ -119,7 +119,7 @@ def has_spare(cores: float) -> bool:
 
 def pause_between_polls(mode: str, cores: float) -> Pause:
     """How long the helper sleeps between two polls if each rank has `cores` cores."""
-    if mode == "native":
+    if mode == "library":
         return Pause(RARE_SECONDS, RARE_SECONDS)
     return Pause(SPARE_SECONDS, SPARE_SECONDS) if has_spare(cores) else Pause(SCARCE_SECONDS, RARE_SECONDS)
 
@@ -319,7 +319,7 @@ LOST_SECONDS = 2.0
 """A message that takes longer than this is abandoned."""
 
 
-class NativeShare(NamedTuple):
+class UnaidedShare(NamedTuple):
     """The share of a message of `nbytes` that the library moves while the program does not call it.
 
     `seconds` is the time of the message if all ranks poll. If `share` is None, `skipped` says why.
@@ -331,7 +331,7 @@ class NativeShare(NamedTuple):
     skipped: str | None = None
 
 
-def native_share(polled: float, rest: float) -> float:
+def unaided_share(polled: float, rest: float) -> float:
     """The share for a message that takes `polled` seconds with polls.
 
     `rest` is the time that it still took after a sleep that was long enough for the whole message.
@@ -339,14 +339,14 @@ def native_share(polled: float, rest: float) -> float:
     return min(1.0, max(0.0, 1.0 - rest / polled))
 
 
-def measure_native(link: Link, rounds: int = 3) -> NativeShare:
+def measure_unaided(link: Link, rounds: int = 3) -> UnaidedShare:
     """Measure how much of a message the library moves while the program sleeps. The slowest rank counts.
 
     Each rank sends to the next rank and polls. Then it sends again, sleeps, and polls after that. Collective. Takes a
     few tenths of a second.
     """
     if link.size == 1:
-        return NativeShare(0, 0.0, None, "there is one rank")
+        return UnaidedShare(0, 0.0, None, "there is one rank")
     small, nbytes = PROBE_NBYTES // 16, PROBE_NBYTES
     buffers = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     seconds = 0.0
@@ -356,20 +356,20 @@ def measure_native(link: Link, rounds: int = 3) -> NativeShare:
         nbytes = min(nbytes, max(small, int(small * PROBE_SECONDS / seconds)))
         seconds = _exchange(link, buffers, nbytes)
     if seconds >= LOST_SECONDS:
-        return NativeShare(
+        return UnaidedShare(
             nbytes, seconds, None, f"{nbytes >> 10} KiB to the next rank took more than {LOST_SECONDS:g} s"
         )
     polled, shares = [], []
     for _ in range(rounds):
         polled.append(_exchange(link, buffers, nbytes))
         rest = _exchange(link, buffers, nbytes, pause=1.5 * polled[-1] + 1e-3)
-        shares.append(native_share(polled[-1], rest))
+        shares.append(unaided_share(polled[-1], rest))
     seconds = median(polled)
     if seconds < SHORTEST_SECONDS:
-        return NativeShare(
+        return UnaidedShare(
             nbytes, seconds, None, f"{nbytes >> 10} KiB take {1e3 * seconds:.2f} ms: too short to measure"
         )
-    return NativeShare(nbytes, seconds, median(shares))
+    return UnaidedShare(nbytes, seconds, median(shares))
 
 
 def _exchange(link: Link, buffers: tuple[Any, Any], nbytes: int, pause: float = 0.0) -> float:

@@ -39,7 +39,7 @@ from fompi.ops.operation import Operation, communicator_of
 from fompi.plans.plan import Plan
 from fompi.plans.problems import Form
 from fompi.runtime.binding import check_tensors
-from fompi.runtime.compiled import NATIVE, Compiled
+from fompi.runtime.compiled import COLLECTIVE, Compiled
 from fompi.runtime.executor import Executor
 from fompi.tensors import dlpack
 
@@ -204,7 +204,7 @@ class BoundSite(Site):
         lent = {name: dlpack.Lent(memory[name], dtype) for name, dtype in tensors.items()}
         compiled, backend = Compiled(plan, self.comm.rank, ""), Numpy()
         self.step = Executor(compiled, self.comm, check_tensors(plan, self.comm, lent, backend), backend)
-        fixed = compiled.touched(i for i, kind in enumerate(compiled.kinds) if kind == NATIVE)
+        fixed = compiled.touched(i for i, kind in enumerate(compiled.kinds) if kind == COLLECTIVE)
         fixed |= problem.whole_shapes.keys()  # the plan has pieces of them
 
         def is_free(name: str, array: Any) -> bool:

@@ -155,8 +155,8 @@ def refitted(machine: Machine, size: int, speeds: Pairs) -> Machine:
     slower = min(speed_of(machine, *pair) for pair in speeds) / min(speed_of(now, *pair) for pair in speeds)
     return replace(
         now,
-        natives={name: _stretched(points, slower) for name, points in machine.natives.items()},
-        natives_behind={name: _stretched(points, slower) for name, points in machine.natives_behind.items()},
+        collectives={name: _stretched(points, slower) for name, points in machine.collectives.items()},
+        collectives_behind={name: _stretched(points, slower) for name, points in machine.collectives_behind.items()},
     )
 
 

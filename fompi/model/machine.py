@@ -23,7 +23,12 @@ from fompi.base.file_checks import Points
 from fompi.base.layout import COLLECTIVES
 
 MOST_PORTS, MOST_RANKS, MOST_WAVE, LEAST_SHARE, LEAST_POLL = 1 << 16, 1 << 40, 1 << 40, 1e-6, 1e-9
-_INTEGERS = {"ports": (1, MOST_PORTS), "natives_ranks": (0, MOST_RANKS), "lanes": (1, 2), "wave": (0, MOST_WAVE)} | {
+_INTEGERS = {
+    "ports": (1, MOST_PORTS),
+    "collectives_ranks": (0, MOST_RANKS),
+    "lanes": (1, 2),
+    "wave": (0, MOST_WAVE),
+} | {
     "staged": (0, MOST_RANKS),
     "staged_below": (0, MOST_WAVE),
 }
@@ -128,17 +133,17 @@ class Machine:
 
     `memory` are the bytes of a rank. `fompi.layouts` leaves out what does not fit.
 
-    **Messages during kernels.** With `lanes` = 1, kernels and messages share one core. Each message takes
-    `cpu_message + nbytes * cpu_byte` from the kernel that runs. A collective of the library counts as two messages per
-    peer. A sum takes its own time from the kernel. The rank sees arrived messages every `poll` seconds. With `lanes`
-    = 2, sums run during kernels, and messages cost kernels nothing. `native_share` is the share of a message that moves
-    while no rank calls MPI.
+    **Messages during kernels.** With `lanes` = 1, kernels and messages share one core. Each message takes `cpu_message
+    + nbytes * cpu_byte` from the kernel that runs. A collective of the library counts as two messages per peer. A sum
+    takes its own time from the kernel. The rank sees arrived messages every `poll` seconds. With `lanes` = 2, sums run
+    during kernels, and messages cost kernels nothing. `unaided_share` is the share of a message that moves while no
+    rank calls MPI.
 
-    **Collectives of the MPI library.** `natives` are curves of seconds by bytes, while all ranks wait. The bytes are
-    those that the largest rank reads and writes. `natives_behind` are the curves of collectives that follow each other
-    while kernels run. They include the delays of polls. Both hold for `natives_ranks` ranks, or for any number of ranks
-    if that is 0. Without a curve a formula takes its place: one latency per peer, the bytes through the outermost link
-    and, on one lane, the sums.
+    **Collectives of the MPI library.** `collectives` are curves of seconds by bytes, while all ranks wait. The bytes
+    are those that the largest rank reads and writes. `collectives_behind` are the curves of collectives that follow
+    each other while kernels run. They include the delays of polls. Both hold for `collectives_ranks` ranks, or for any
+    number of ranks if that is 0. Without a curve a formula takes its place: one latency per peer, the bytes through the
+    outermost link and, on one lane, the sums.
 
     Raises LayoutError, with the name of the field, for a wrong value.
     """
@@ -158,11 +163,11 @@ class Machine:
     cpu_message: float = 0.0
     cpu_byte: float = 0.0
     poll: float = 0.0
-    natives: Mapping[str, Points] = field(default_factory=dict)
-    natives_behind: Mapping[str, Points] = field(default_factory=dict)
-    native_share: float = 0.0
+    collectives: Mapping[str, Points] = field(default_factory=dict)
+    collectives_behind: Mapping[str, Points] = field(default_factory=dict)
+    unaided_share: float = 0.0
     ports: int = 1
-    natives_ranks: int = 0
+    collectives_ranks: int = 0
     burst: float = 0.0
     copy_rate: float = NO_BUS
     memory: float = NO_LIMIT
@@ -252,8 +257,8 @@ class Machine:
 
     def sampled(self, name: str, ranks: int, behind: bool = False) -> Points:
         """The curve of a collective of the library on `ranks` ranks, or (). `behind`: while kernels run."""
-        curves = self.natives_behind if behind else self.natives
-        return curves.get(name, ()) if self.natives_ranks in (0, ranks) else ()
+        curves = self.collectives_behind if behind else self.collectives
+        return curves.get(name, ()) if self.collectives_ranks in (0, ranks) else ()
 
     def library(self, name: str, nbytes: float, ranks: int, behind: bool = False, again: bool = False) -> float:
         """Seconds of a collective of the library. `nbytes` is what the largest rank reads and writes.
@@ -313,9 +318,9 @@ class Machine:
             cost = f"{1e6 * self.cpu_message:.3g} us and {1e9 * self.cpu_byte:.3g} ns per byte"
             poll = f"a poll every {1e3 * self.poll:g} ms"
             lines.append(f"one core for kernels and messages: each end of a message costs {cost}, {poll}")
-        if self.native_share:
-            lines.append(f"{self.native_share:.0%} of a message moves while no rank calls MPI")
-        for name, points in self.natives.items():
+        if self.unaided_share:
+            lines.append(f"{self.unaided_share:.0%} of a message moves while no rank calls MPI")
+        for name, points in self.collectives.items():
             most, seconds = points[-1]
             lines.append(f"the library's {name}: {1e3 * seconds:.3g} ms for {_rate(most, 'B')}")
         return "\n".join(line for line in lines if line)
@@ -332,8 +337,10 @@ class Machine:
     def from_json(text: str | bytes) -> Machine:
         """A machine from the text of `to_json`. Raises LayoutError, with the name of the field, for a wrong value."""
         values = _checked(file_checks.parse_json(text))
-        if (values.get("natives") or values.get("natives_behind")) and "natives_ranks" not in values:
-            raise LayoutError("natives_ranks is missing: on how many ranks natives were measured; calibrate again")
+        if (values.get("collectives") or values.get("collectives_behind")) and "collectives_ranks" not in values:
+            raise LayoutError(
+                "collectives_ranks is missing: on how many ranks collectives were measured; calibrate again"
+            )
         return Machine(**values)
 
     def part(self, ranks: Sequence[int], world: int) -> Machine:
@@ -356,7 +363,7 @@ class Machine:
             levels = [level._replace(ranks=level.ranks // step) for level in all_levels if level.ranks > step]
         levels = [level for level in levels if level.ranks < len(ranks)]
         ports = self.ports if inner == self.innermost else 1
-        return self.with_links(inner, levels, rates=rates, ports=ports, natives={}, natives_behind={})
+        return self.with_links(inner, levels, rates=rates, ports=ports, collectives={}, collectives_behind={})
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json() + "\n")
@@ -433,9 +440,9 @@ def _field(name: str, value: Any, fastest: float) -> Any:
     if name == "rates":
         rates = enumerate(file_checks.sequence(name, value))
         return tuple(file_checks.number(f"rates[{i}]", rate, LEAST_SHARE, 1.0) for i, rate in rates)
-    if name in ("natives", "natives_behind"):
+    if name in ("collectives", "collectives_behind"):
         return _library_curves(name, value)
-    if name == "native_share":
+    if name == "unaided_share":
         return file_checks.number(name, value, 0.0, 1.0)
     if name == "announced":
         share = file_checks.number(name, value, 0.0, 1.0)

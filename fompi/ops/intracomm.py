@@ -753,17 +753,17 @@ def _nbytes_of(name: str, comm: Comm, args: Sequence[Any], options: Mapping[str,
 
 def _by_library(name: str, word: str) -> Callable[[Comm, Any, Any], Any]:
     """The function `word` of the MPI library. A wait in it, or for it, ends if a rank has left before it."""
-    native, enter, leave = getattr(MPI.Intracomm, word), INSIDE.append, INSIDE.pop
+    function, enter, leave = getattr(MPI.Intracomm, word), INSIDE.append, INSIDE.pop
 
     def by_library(self: Comm, args: Any, options: Any) -> Any:
         channel = self.channel
         if channel is not None:
             channel.in_library[0] += 1
         if word != name:
-            return OfLibrary.of(native(self, *args, **options), word, channel or self.communicator.channel)
+            return OfLibrary.of(function(self, *args, **options), word, channel or self.communicator.channel)
         enter((name, args, channel))
         try:
-            return native(self, *args, **options) if options else native(self, *args)
+            return function(self, *args, **options) if options else function(self, *args)
         finally:
             leave()
 
@@ -772,13 +772,13 @@ def _by_library(name: str, word: str) -> Callable[[Comm, Any, Any], Any]:
 
 def _plain(name: str, word: str) -> Callable[..., Any]:
     """The same for what is never an operation. With I in front it waits for no rank, not even the first one of all."""
-    native, by_library = getattr(MPI.Intracomm, word), _by_library(name, word)
+    function, by_library = getattr(MPI.Intracomm, word), _by_library(name, word)
 
     def call(self: Comm, *args: Any, **options: Any) -> Any:
         is_plain = self.channel is None and word != name
-        return native(self, *args, **options) if is_plain else by_library(self, args, options)
+        return function(self, *args, **options) if is_plain else by_library(self, args, options)
 
-    call.__name__, call.__doc__ = native.__name__, native.__doc__
+    call.__name__, call.__doc__ = function.__name__, function.__doc__
     return call
 
 
@@ -832,7 +832,7 @@ def _returned(started_on: Communicator | None, pending: Any, finish: Callable[[]
 def _form(name: str, operation: Operation[Any], immediate: bool) -> Callable[..., Any]:
     """The method of Comm for a collective, with I in front if it is `immediate`."""
     word, (at, parts) = f"I{name.lower()}" if immediate else name, SIZED.get(name, (MOST_ARGUMENTS, False))
-    native, is_sum, by_library = getattr(MPI.Intracomm, word), operation.name in SUMS, _by_library(name, word)
+    function, is_sum, by_library = getattr(MPI.Intracomm, word), operation.name in SUMS, _by_library(name, word)
     collective = MpiCollective(name, word, operation, by_library)
 
     def call(self: Comm, *args: Any, **options: Any) -> Any:
@@ -846,7 +846,7 @@ def _form(name: str, operation: Operation[Any], immediate: bool) -> Callable[...
             return by_library(self, args, options)
         return collective.carry_out(self, comm, args, options, most)
 
-    call.__name__, call.__doc__ = native.__name__, native.__doc__
+    call.__name__, call.__doc__ = function.__name__, function.__doc__
     return call
 
 

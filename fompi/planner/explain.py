@@ -215,8 +215,8 @@ class Explanation:
             lines.append(f"... and {left} more candidate{'s' * (left > 1)}")
         lines += [f"{candidate}: refused: {why}" for candidate, why in self.refused]
         lines += [f"hidden on rank {rank}: {overlap}" for rank, overlap in self.overlaps[:SHOWN_OVERLAPS]]
-        if self.machine.natives and self.machine.natives_ranks not in (0, self.problem.size):
-            measured = f"{self.machine.natives_ranks} ranks, not on {self.problem.size}"
+        if self.machine.collectives and self.machine.collectives_ranks not in (0, self.problem.size):
+            measured = f"{self.machine.collectives_ranks} ranks, not on {self.problem.size}"
             lines.append(f"the library's collectives were measured on {measured}: a formula gives their times here")
         return lines
 

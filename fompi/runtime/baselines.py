@@ -15,7 +15,7 @@ from fompi.base.errors import StateError
 from fompi.base.layout import Extents
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
-from fompi.runtime.compiled import COMPUTE, NATIVE, Compiled
+from fompi.runtime.compiled import COLLECTIVE, COMPUTE, Compiled
 from fompi.runtime.program import Run
 from fompi.traces.proof import Proof, RankDependencies, prove
 
@@ -104,7 +104,7 @@ def messages_alone(
     except Exception as error:
         refusal = error
     agree(comm, title, refusal)
-    link = comm.link.duplicate() if NATIVE in compiled.kinds else comm.link
+    link = comm.link.duplicate() if COLLECTIVE in compiled.kinds else comm.link
     skipped = {kernel.name: _skip_kernel for kernel in compiled.plan.kernels}
     actions = compiled.resolve(arrays, compiled.sized(extents).starts, backend, link.collective, skipped)
     actions = [_skip_kernel if kind == COMPUTE else a for kind, a in zip(compiled.kinds, actions, strict=True)]

@@ -74,7 +74,7 @@ class BoundPlan:
         self._tensors, self._shapes, self._arrays, given = memory
         self._places = dlpack.places(given)
         # Collectives of several bound plans may start in any order, because each plan has a communicator for them.
-        self._link = comm.link.duplicate() if compiled.natives else comm.link
+        self._link = comm.link.duplicate() if compiled.collectives else comm.link
         self._like = self._tensors.get("x") or self._tensors.get("x0")
         self._inputs = [buffer.name for buffer in compiled.program.buffers if buffer.is_input]
         self._unplaced: frozenset[str] = frozenset()  # the buffers of which a call in C needs no address
@@ -90,11 +90,15 @@ class BoundPlan:
         """Work out what every op does with these rows."""
         self._sizes, self._extents = sizes, self.plan.extents(self.comm.rank, sizes)
         self._sizes_digest = digest(str(sizes))  # alike on all ranks, as the mark of a call must be
-        sized, native = self.compiled.sized(self._extents), self._link.collective
+        sized = self.compiled.sized(self._extents)
         self._is_long = not self.compiled.asynchronous and self.compiled.is_long(sized)
         self._is_small = not self.kernels and self.compiled.is_small(sized)  # a kernel of the caller may be slow
         self._resolve = partial(
-            self.compiled.resolve, starts=sized.starts, backend=self.backend, native=native, kernels=self.kernels
+            self.compiled.resolve,
+            starts=sized.starts,
+            backend=self.backend,
+            collective=self._link.collective,
+            kernels=self.kernels,
         )
         self._actions = self._resolve(self._arrays)
         self._overlays.clear()

@@ -32,8 +32,8 @@ from fompi.plans.staged import is_mirror
 
 Array = np.ndarray[Any, Any]
 
-COMPUTE, SEND, RECV, NATIVE = range(4)
-"""The kinds of ops. NATIVE is a collective of the MPI library."""
+COMPUTE, SEND, RECV, COLLECTIVE = range(4)
+"""The kinds of ops. COLLECTIVE is a collective of the MPI library."""
 
 LONG_FLOPS, LONG_NBYTES = 4e6, 4e6
 """A kernel is long above this many floating-point operations, or above this many bytes that it reads.
@@ -44,7 +44,7 @@ It may take longer than messages should wait without progress.
 SMALL_NBYTES = 16 << 10
 """If x has at most this many bytes, a sum or a copy of a part of x takes less time than handing it to a thread."""
 
-_KINDS = {Compute: COMPUTE, Send: SEND, Recv: RECV, Collective: NATIVE}
+_KINDS = {Compute: COMPUTE, Send: SEND, Recv: RECV, Collective: COLLECTIVE}
 
 
 class Place(NamedTuple):
@@ -115,7 +115,7 @@ class Compiled:
         )  # True if this rank sends on what it has received, or sums of that
         self.blockers, self.on_start, self.on_done = release(limits)
         self.first = [i for i, count in enumerate(self.blockers) if count == 0]
-        self.natives = self.kinds.count(NATIVE)
+        self.collectives = self.kinds.count(COLLECTIVE)
         self.buffers = {b.name: b for b in self.program.buffers}
         self._forms = [(b.name, b.axis, b.row) for b in self.program.buffers if b.axis != "whole" and not b.wire]
         self._wired = [b for b in self.program.buffers if b.wire]
@@ -265,14 +265,14 @@ class Compiled:
         arrays: Mapping[str, Array],
         starts: Mapping[str, list[int]],
         backend: Backend,
-        native: Callable[..., Any] | None = None,
+        collective: Callable[..., Any] | None = None,
         kernels: Mapping[str, Callable[..., object]] | None = None,
         only: Sequence[int] | None = None,
     ) -> list[Any]:
         """What each op does with these arrays, in program order. `only`: the same for these ops.
 
         A send or receive has the bytes that it moves, or None if it has no rows. A kernel or a collective of the
-        library has a call. `native` makes the call of a collective (`Link.collective`). `kernels` replaces kernels
+        library has a call. `collective` makes the call of one (`Link.collective`). `kernels` replaces kernels
         by name: each is called with the lists of arrays that it reads and writes. A kernel that the plan declares
         gets the arguments of its op first.
         """
@@ -297,13 +297,13 @@ class Compiled:
             reads, writes = self._operands(arrays, starts, i)
             op = self.ops[i]
             if isinstance(op, Collective):
-                assert native is not None
+                assert collective is not None
                 rows = [
                     starts[name][block + 1] - starts[name][block]
                     for name, start, stop, _ in self._reads[i]
                     for block in range(start, stop)
                 ]
-                start = native(op.name, reads, writes, self.plan.problem.root, rows)
+                start = collective(op.name, reads, writes, self.plan.problem.root, rows)
                 actions.append(NativeStart(start, reads, writes))
             elif isinstance(op, Compute):
                 own = self.plan.kernel(op.kernel) if self.is_opaque else None
@@ -342,15 +342,15 @@ class Compiled:
         reads, writes = ([_view(arrays, starts, p) for p in places] for places in (self._reads[i], self._writes[i]))
         return reads, writes
 
-    def drain(self, sized: Sized, backend: Backend, native: Callable[..., Any]) -> list[Any]:
+    def drain(self, sized: Sized, backend: Backend, collective: Callable[..., Any]) -> list[Any]:
         """What each op does if this rank cannot do the call: messages of the right sizes, without meaning.
 
         All of them share the memory of the largest one, because nobody reads them. The library's collectives need
         arrays of the right shapes.
         """
-        if self.natives:
+        if self.collectives:
             arrays = {name: np.zeros(s, backend.storage(self.buffers[name].dtype)) for name, s in sized.shapes.items()}
-            return self.resolve(arrays, sized.starts, Numpy(), native)  # no kernel runs: the arrays are on the host
+            return self.resolve(arrays, sized.starts, Numpy(), collective)  # no kernel runs: the arrays are on the host
         sizes = [0 if moved is None else _nbytes(sized, moved) for moved in self._moved]
         sent, received = np.zeros(max(sizes, default=0), np.uint8), np.empty(max(sizes, default=0), np.uint8)
         return [(sent if self.kinds[i] == SEND else received)[:n] if n else None for i, n in enumerate(sizes)]

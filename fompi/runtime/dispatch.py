@@ -19,7 +19,7 @@ from fompi.engine.in_flight import EAGER_NBYTES
 from fompi.engine.tasks import QUIET, Task
 from fompi.mpi.paths import NOTHING, Offer, Paths, Pull
 from fompi.plans.plan import MESSAGE_BITS
-from fompi.runtime.compiled import COMPUTE, NATIVE, SEND, Compiled
+from fompi.runtime.compiled import COLLECTIVE, COMPUTE, SEND, Compiled
 from fompi.tensors.device_array import DeviceArray
 
 ENTRY = -2
@@ -96,7 +96,7 @@ class Dispatch(Task):
         self.begun = [0.0] * self.unfinished  # for each op: when it began and ended, in seconds of perf_counter
         self.ended = [0.0] * self.unfinished
         self.actions: list[Any] = []
-        self.natives_left, self.forwards = compiled.natives, compiled.forwards
+        self.collectives_left, self.forwards = compiled.collectives, compiled.forwards
         if compiled.asynchronous:
             self.tokens, self.notes, self.entries, self.held_entry = {}, {}, {}, {}
         if compiled.by_caller:
@@ -115,7 +115,7 @@ class Dispatch(Task):
         """The device has done what the program had enqueued (`hold`)."""
         raise NotImplementedError
 
-    def native_started(self) -> None:
+    def collective_started(self) -> None:
         """One of the library's collectives has started."""
         raise NotImplementedError
 
@@ -159,14 +159,14 @@ class Dispatch(Task):
                     self._await_thread(i)
                 continue
             action = self.actions[i]
-            if (kind == NATIVE and not self.has_turn(i)) or (
+            if (kind == COLLECTIVE and not self.has_turn(i)) or (
                 self.error is not None and action is not None and self.is_held(i)
             ):
                 continue
             self.begun[i] = perf_counter()
-            if kind == NATIVE and self.paths is None:
+            if kind == COLLECTIVE and self.paths is None:
                 engine.post(action.start(), self, i)
-                self.native_started()
+                self.collective_started()
             elif action is None or ((self.sent or self.carried) and self._is_carried(i)):  # no rows, or it was carried
                 queue.extend(self._complete(i))
             elif (
@@ -190,11 +190,11 @@ class Dispatch(Task):
     def _start_specially(self, i: int) -> bool:
         """Start what a device uses, what is too large for one message, or what goes in its turn. False: not yet."""
         action, is_send = self.actions[i], self.compiled.kinds[i] == SEND
-        if self.compiled.kinds[i] == NATIVE:
+        if self.compiled.kinds[i] == COLLECTIVE:
             if not self._may_move(i, action.reads, action.writes):
                 return False
             self.comm.engine.post(action.start(), self, i)
-            self.native_started()
+            self.collective_started()
         elif self.paths is not None:
             return self._move(i)
         elif is_send and self.comm.urgency is not None and action.nbytes > EAGER_NBYTES:
@@ -211,7 +211,7 @@ class Dispatch(Task):
 
     def _is_carried(self, i: int) -> bool:
         """True if a header has carried message `i` (`fompi.engine.handshake`). Takes in what has arrived."""
-        if self.compiled.kinds[i] == NATIVE:
+        if self.compiled.kinds[i] == COLLECTIVE:
             return False
         message = self.compiled.peers[i], self.compiled.numbers[i]
         if self.compiled.kinds[i] == SEND:

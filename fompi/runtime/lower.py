@@ -13,7 +13,7 @@ from fompi.base.layout import ITEMSIZE
 from fompi.engine.in_flight import EAGER_NBYTES
 from fompi.native.numbers import number
 from fompi.plans.plan import Compute
-from fompi.runtime.compiled import COMPUTE, NATIVE, RECV, SEND, Compiled, Place, Sized
+from fompi.runtime.compiled import COLLECTIVE, COMPUTE, RECV, SEND, Compiled, Place, Sized
 
 Array = np.ndarray[Any, Any]
 
@@ -70,7 +70,7 @@ def table(compiled: Compiled, sized: Sized, most_nbytes: int, kernels: Collectio
 
     Kernels that C does not have are Python's, and so are these `kernels`.
     """
-    if NATIVE in compiled.kinds:
+    if COLLECTIVE in compiled.kinds:
         return None
     names = tuple(compiled.buffers)
     index = {name: number for number, name in enumerate(names)}

@@ -15,7 +15,7 @@ from fompi.engine.engine import Engine
 from fompi.engine.tasks import ANYONE, Sent
 from fompi.plans.dependencies import track
 from fompi.plans.plan import MESSAGE_BITS
-from fompi.runtime.compiled import NATIVE, RECV, SEND
+from fompi.runtime.compiled import COLLECTIVE, RECV, SEND
 from fompi.runtime.dispatch import Dispatch
 from fompi.traces.trace import Event, Interval, Trace
 
@@ -44,7 +44,7 @@ class Run(Dispatch):
 
     # As in Dispatch: rebound, never mutated.
     takes_turns = False  # True for unbound calls
-    held_natives: Sequence[int] = ()  # collectives of the library that wait for the turn of this call
+    held_collectives: Sequence[int] = ()  # collectives of the library that wait for the turn of this call
     held_ops: Sequence[int] = ()  # ops that would give other ranks worthless data before they know of the error
     notified: frozenset[int] = frozenset()  # the ranks to which this rank has sent its error
     informed: frozenset[int] = frozenset()  # the ranks that are known to know of an error
@@ -115,9 +115,9 @@ class Run(Dispatch):
                     self.blockers[i] += 1
         if unready or entry is not None:
             first = [i for i in first if self.blockers[i] == 0]
-        if self.takes_turns and not self.natives_left:
+        if self.takes_turns and not self.collectives_left:
             self.comm.end_turn(self.stamp)
-        if self.marked and self.natives_left and self.comm.size > 1:
+        if self.marked and self.collectives_left and self.comm.size > 1:
             self._exchange_tokens()
         self.start_ops(list(first))
         if self.unfinished == 0:
@@ -128,17 +128,17 @@ class Run(Dispatch):
     # -- turns: all ranks must start the library's collectives in one order, so unbound calls start theirs in call order
     def has_turn(self, i: int) -> bool:
         if (self.takes_turns and self.comm.turns[0] != self.stamp) or self.awaits_token:
-            self.held_natives = (*self.held_natives, i)
+            self.held_collectives = (*self.held_collectives, i)
             return False
         return True
 
-    def native_started(self) -> None:
-        self.natives_left -= 1
-        if self.takes_turns and self.natives_left == 0:
+    def collective_started(self) -> None:
+        self.collectives_left -= 1
+        if self.takes_turns and self.collectives_left == 0:
             self.comm.end_turn(self.stamp)
 
     def take_turn(self) -> None:
-        held, self.held_natives = self.held_natives, ()
+        held, self.held_collectives = self.held_collectives, ()
         self.start_ops(list(held))
 
     def entered(self, key: int) -> None:
@@ -212,7 +212,7 @@ class Run(Dispatch):
         kind, error = self.compiled.kinds[i], self.error
         if kind == SEND:
             uninformed = {self.compiled.peers[i]} - self.informed
-        elif kind == NATIVE and self.failed_here:
+        elif kind == COLLECTIVE and self.failed_here:
             uninformed = set(range(self.comm.size)) - self.informed
         else:
             return False
@@ -279,7 +279,7 @@ class Run(Dispatch):
         if self.awaits_token:
             return (self.comm.rank - 1) % self.comm.size, f"all ranks to start {self.title}"
         for i, kind in enumerate(self.compiled.kinds):
-            if kind == NATIVE and self.begun[i] and not self.ended[i]:
+            if kind == COLLECTIVE and self.begun[i] and not self.ended[i]:
                 return ANYONE, f"all ranks to start {self.title}, op {i}, {self.compiled.ops[i]}"
         return None
 

@@ -25,7 +25,7 @@ from fompi.base.layout import COLLECTIVES, Shard, Spec
 from fompi.base.version import __version__
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
-from fompi.engine.progress import HELPED, measure_native
+from fompi.engine.progress import HELPED, measure_unaided
 from fompi.model import fit
 from fompi.model.machine import Level, Machine
 from fompi.mpi import launcher
@@ -188,11 +188,11 @@ class _Calibration:
         )
         if self.size > 1:
             machine = self._with_links(machine)
-            machine = replace(machine, natives=self._library_curves(False), natives_ranks=self.size)
+            machine = replace(machine, collectives=self._library_curves(False), collectives_ranks=self.size)
             if helped:
-                machine = replace(machine, natives_behind=self._library_curves(True))
+                machine = replace(machine, collectives_behind=self._library_curves(True))
             self.say("which share of a message the MPI library moves without calls to it")
-            machine = replace(machine, native_share=measure_native(self.link).share or 0.0)
+            machine = replace(machine, unaided_share=measure_unaided(self.link).share or 0.0)
             if machine.lanes == 1:
                 self.say("CPU time of messages")
                 per_message, per_byte = self._cpu(machine)
@@ -215,7 +215,9 @@ class _Calibration:
         machine = self._machine(f", {self.device.title}", **self.device.kernels())
         if self.size == 1:
             return machine
-        machine = replace(self._with_links(machine), natives=self._library_curves(False), natives_ranks=self.size)
+        machine = replace(
+            self._with_links(machine), collectives=self._library_curves(False), collectives_ranks=self.size
+        )
         groups = (1, *self.topology.groups)
         staged = self.device.staged(groups)
         if staged != 1:

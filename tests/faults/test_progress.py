@@ -179,7 +179,7 @@ emit("PARENT", rank)
 
 
 @pytest.mark.parametrize(
-    "mode", [*(pytest.param(mode, marks=pytest.mark.one_mpi) for mode in ("auto", "poll")), "helper", "native"]
+    "mode", [*(pytest.param(mode, marks=pytest.mark.one_mpi) for mode in ("auto", "poll")), "helper", "library"]
 )
 def test_every_mode_works(launch, mode):
     code = """
@@ -192,7 +192,7 @@ emit("MODE", world.engine.progress_mode, *(t.name for t in threading.enumerate()
 """
     ended = launch(2, code, env={"FOMPI_PROGRESS": mode})
     ended.assert_clean()
-    wanted = {"poll": "poll", "native": "native fompi progress"}.get(mode, "helper fompi progress")
+    wanted = {"poll": "poll", "library": "library fompi progress"}.get(mode, "helper fompi progress")
     assert ended.lines("MODE") == [wanted] * 2
 
 
@@ -200,7 +200,7 @@ emit("MODE", world.engine.progress_mode, *(t.name for t in threading.enumerate()
 def test_a_machine_that_moves_messages_by_itself_needs_little_help(launch, tmp_path):
     """FOMPI_PROGRESS=auto uses what `calibrate` has measured of the library."""
     path = tmp_path / "machine.json"
-    replace(Machine.load("laptop"), native_share=0.97).save(path)
+    replace(Machine.load("laptop"), unaided_share=0.97).save(path)
     code = """
 y = fompi.all_reduce(np.ones(9), comm=world)
 emit("MODE", world.engine.progress_mode, world.engine.helper.pause, y[0])

@@ -185,13 +185,13 @@ def test_a_schedule_without_overlap_is_found_by_proof_and_figures(netlab):
 
 
 @pytest.mark.measures
-@pytest.mark.parametrize("choice", ["auto", "native"])
+@pytest.mark.parametrize("choice", ["auto", "library"])
 def test_info_measures_what_the_library_moves_without_help(netlab, choice):
     """A slow link makes it measurable: a message takes about 30 ms. Each rank has one core here."""
     finished = netlab("--trust", "--hosts=2", "--rate=200mbit", code=INFO.replace("CHOICE", choice))
     assert finished.returncode == 0, finished.output
     progress = json.loads(finished.stdout)["progress"]
-    native = progress["native"]
+    native = progress["unaided"]
     assert 0.01 < native["seconds"] < 0.1 and 0 <= native["share"] <= 1 and native["skipped"] is None, progress
-    assert progress["mode"] == {"auto": "helper", "native": "native"}[choice]
+    assert progress["mode"] == {"auto": "helper", "library": "library"}[choice]
     assert progress["seconds_between_polls"] == list(pause_between_polls(progress["mode"], cores=1))

@@ -69,7 +69,7 @@ FACTS = {
         "source": "FOMPI_PROGRESS=auto",
         "seconds_between_polls": None,
         "worker": False,
-        "native": {"nbytes": 4 << 20, "seconds": 0.0341, "share": 0.034, "skipped": None},
+        "unaided": {"nbytes": 4 << 20, "seconds": 0.0341, "share": 0.034, "skipped": None},
     },
     "notes": ["3 ranks share 2 cores on a: a rank that waits takes time from one that computes", "one more"],
     "warning": "cause: fix",
@@ -157,7 +157,7 @@ def test_text_without_mpi():
                 "source": "FOMPI_PROGRESS=auto",
                 "seconds_between_polls": [1e-3, 4e-3],
                 "worker": True,
-                "native": SKIPPED,
+                "unaided": SKIPPED,
             },
             [
                 "progress   helper (FOMPI_PROGRESS=auto), a poll every 1 to 4 ms, another thread for products",
@@ -170,7 +170,7 @@ def test_text_without_mpi():
                 "source": "give one of ...",
                 "seconds_between_polls": None,
                 "worker": False,
-                "native": SKIPPED,
+                "unaided": SKIPPED,
             },
             ["progress   none (give one of ...)", "by itself  not measured: there is one rank"],
         ),
@@ -372,19 +372,19 @@ def test_the_variable_about_gpu_memory_wins_and_is_reported(choice, aware):
 
 @pytest.mark.parametrize(
     ("choice", "mode", "seconds"),
-    [("auto", "helper", True), ("native", "native", True), ("poll", "poll", False), ("spin", None, False)],
+    [("auto", "helper", True), ("library", "library", True), ("poll", "poll", False), ("spin", None, False)],
 )
 def test_how_messages_progress(choice, mode, seconds):
     progress = json.loads(run([*RUN, "--json"], FOMPI_PROGRESS=choice))["progress"]
     assert progress["mode"] == mode and (progress["seconds_between_polls"] is not None) is seconds
     assert progress["source"].startswith(f"FOMPI_PROGRESS={choice}")
-    assert progress["native"]["share"] is None and progress["native"]["skipped"] == "there is one rank"
+    assert progress["unaided"]["share"] is None and progress["unaided"]["skipped"] == "there is one rank"
 
 
 def test_three_ranks_print_one_table():
     output = run([str(MPIRUN), "-n", "3", *RUN, "--json"])
     facts = json.loads(output)
-    native = facts["progress"]["native"]
+    native = facts["progress"]["unaided"]
     assert native["skipped"] or (0 <= native["share"] <= 1 and native["seconds"] > 0), native
     assert [row["rank"] for row in facts["ranks"]] == [0, 1, 2]
     assert [row["local_rank"] for row in facts["ranks"]] == [0, 1, 2]

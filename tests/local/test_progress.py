@@ -13,7 +13,7 @@ from fompi.base.errors import LaunchError, PeerError
 from fompi.engine import engine as engines
 from fompi.engine import progress
 from fompi.engine.engine import SPINS, YIELDS, Engine
-from fompi.engine.progress import POLLS_PER_WAKE, Helper, Pause, Worker, choose_mode, native_share, pause_between_polls
+from fompi.engine.progress import POLLS_PER_WAKE, Helper, Pause, Worker, choose_mode, pause_between_polls, unaided_share
 from fompi.engine.tasks import Task
 
 
@@ -106,21 +106,21 @@ def soon(condition, seconds=5.0):
 
 def test_modes():
     assert choose_mode("auto", "multiple") == "helper"
-    for mode in ("helper", "native", "poll"):
+    for mode in ("helper", "library", "poll"):
         assert choose_mode(mode, "multiple") == mode
-    assert choose_mode("auto", "multiple", native_share=0.95) == "native"
-    assert choose_mode("auto", "multiple", native_share=0.6) == choose_mode("helper", "multiple", 0.95) == "helper"
-    assert choose_mode("auto", "serialized", native_share=0.95) == "poll"
+    assert choose_mode("auto", "multiple", unaided_share=0.95) == "library"
+    assert choose_mode("auto", "multiple", unaided_share=0.6) == choose_mode("helper", "multiple", 0.95) == "helper"
+    assert choose_mode("auto", "serialized", unaided_share=0.95) == "poll"
     for level in ("single", "funneled", "serialized"):
-        assert {choose_mode(mode, level) for mode in ("auto", "helper", "native", "poll")} == {"poll"}
+        assert {choose_mode(mode, level) for mode in ("auto", "helper", "library", "poll")} == {"poll"}
     with pytest.raises(LaunchError, match="FOMPI_PROGRESS=spin: give one of auto, helper, native, poll"):
         choose_mode("spin", "serialized")
 
 
 def test_the_helper_polls_rarely_if_cores_are_scarce_or_the_library_needs_no_help():
-    spare, scarce, native = (pause_between_polls(*case) for case in (("helper", 2), ("helper", 1), ("native", 1)))
+    spare, scarce, native = (pause_between_polls(*case) for case in (("helper", 2), ("helper", 1), ("library", 1)))
     assert pause_between_polls("helper", 4) == spare and pause_between_polls("helper", 0.25) == scarce
-    assert pause_between_polls("native", 4) == native
+    assert pause_between_polls("library", 4) == native
     assert spare.least == spare.most < scarce.least < scarce.most == native.least == native.most
     assert [str(pause) for pause in (spare, scarce, native)] == ["0.05 ms", "1 to 4 ms", "4 ms"]
 
@@ -151,7 +151,7 @@ def test_short_slices_change_nothing_else(monkeypatch):
     ("polled", "rest", "share"), [(0.02, 0.0, 1.0), (0.02, 0.02, 0.0), (0.02, 0.005, 0.75), (0.02, 0.03, 0.0)]
 )
 def test_the_share_that_a_library_moves_by_itself(polled, rest, share):
-    assert native_share(polled, rest) == pytest.approx(share)
+    assert unaided_share(polled, rest) == pytest.approx(share)
 
 
 # ------------------------------------------------------------------------------------------------------------- helper

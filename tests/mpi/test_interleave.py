@@ -203,10 +203,6 @@ def test_what_a_function_leaves_behind_in_its_thread_is_not_in_the_next_one(worl
 
 @pytest.mark.ranks(mpich=[3])
 def test_modes_of_one_thread_are_refused_by_name(world):
-    """By each rank for itself, so one of them compiles."""
-    if world.rank:
-        return
-
     def both(x):
         return fompi.interleave(lambda: x + 1, lambda: x * 2)[0].sum()
 

@@ -32,7 +32,7 @@ def test_calibrate(own, comm, tmp_path):
     assert comm.allgather(machine) == [machine] * own.size
     assert machine.flops_rate > 1e8 and machine.memory_rate > 1e7 and 0 < machine.overhead < 1e-2
     if own.size > 1:
-        assert machine.latency > 0 and machine.curve and len(machine.natives) == 5
+        assert machine.latency > 0 and machine.curve and len(machine.collectives) == 5
     machine.save(tmp_path / "machine.json")
     assert Machine.load(tmp_path / "machine.json") == machine and machine.source.startswith("measured ")
     assert steps[0] == "kernels"

@@ -186,10 +186,10 @@ def test_the_program_runs_the_products_of_a_call_that_it_waits_for(helped, monke
 
 
 def test_the_share_that_the_library_moves_by_itself(world):
-    """`measure_native` returns a share, or a reason why there is none. It is the same on all ranks."""
+    """`measure_unaided` returns a share, or a reason why there is none. It is the same on all ranks."""
     begun = time.monotonic()
     with fompi.Communicator(name="probe") as other:
-        native = progress.measure_native(other.link)
+        native = progress.measure_unaided(other.link)
     assert time.monotonic() - begun < 5
     if world.size == 1:
         assert native.skipped == "there is one rank"

@@ -29,7 +29,7 @@ INFO = {
     "threads": None,
     "cores_per_rank": 4.0,
     "ranks": [{"rank": rank, "host": host, "device": "cpu"} for rank, host in enumerate(HOSTS)],
-    "progress": {"mode": "helper", "native": {"share": 0.1}},
+    "progress": {"mode": "helper", "unaided": {"share": 0.1}},
 }
 PLACES = [
     HostFacts(host, VERSIONS, 8 << 30, "/tmp", 8 << 30, "", {"ib0": 100 * GIGABIT, "eth0": GIGABIT}, 5.0)
@@ -202,13 +202,13 @@ FAULTS = {
         "MPI_THREAD_MULTIPLE",
     ),
     "no helper": (
-        with_info(progress={"mode": "poll", "native": {"share": 0.1}}),
+        with_info(progress={"mode": "poll", "unaided": {"share": 0.1}}),
         "warning",
         "FOMPI_PROGRESS=poll",
         "unset",
     ),
     "a library that does not help": (
-        with_info(progress={"mode": "native", "native": {"share": None}}),
+        with_info(progress={"mode": "library", "unaided": {"share": None}}),
         "warning",
         "MPICH moves 0% by itself",
         "unset",

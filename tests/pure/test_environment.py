@@ -34,7 +34,7 @@ BAD = {
 }
 GOOD = {
     "FOMPI_TIMEOUT": ("10", "0.5", "inf"),
-    "FOMPI_PROGRESS": ("auto", "helper", "native", "poll"),
+    "FOMPI_PROGRESS": ("auto", "helper", "library", "poll"),
     "FOMPI_ENGINE": ("auto", "native", "python"),
     "FOMPI_DIGEST": ("digests", "/tmp"),
     "FOMPI_REPORT": ("0", "1", "short", "full", "report.json"),

@@ -211,8 +211,8 @@ def test_estimates_are_near_simulated_times():
 
 def test_collectives_that_were_measured_on_another_number_of_ranks():
     """A formula replaces their curves, and the text says so."""
-    natives = {name: ((1e6, 0.5),) for name in ("all_gather", "all_reduce")}
-    measured = replace(Machine.load("gigabit"), natives=natives, natives_ranks=2)
+    collectives = {name: ((1e6, 0.5),) for name in ("all_gather", "all_reduce")}
+    measured = replace(Machine.load("gigabit"), collectives=collectives, collectives_ranks=2)
     x, words = Spec((512, 256), "float32", Shard(0)), "measured on 2 ranks, not on 4: a formula gives their times here"
     assert words in str(fompi.explain("all_gather", x, ranks=4, machine=measured))
     assert "a formula" not in str(fompi.explain("all_gather", x, ranks=2, machine=measured))
@@ -430,8 +430,8 @@ def test_the_slices_of_library_collectives_are_exact():
     With a kernel call for each slice: among cuts of sixteen units into at most six slices. With one kernel that
     announces the slices: among all cuts.
     """
-    natives = {"all_reduce": ((0.0, 1e-3), (1e9, 1e-3 + 1e9 / 3e8))}
-    machine = replace(PRESETS["gigabit"], natives=natives, overhead=2e-4)
+    collectives = {"all_reduce": ((0.0, 1e-3), (1e9, 1e-3 + 1e9 / 3e8))}
+    machine = replace(PRESETS["gigabit"], collectives=collectives, overhead=2e-4)
     made, sizes = large("matmul_all_reduce", 4, 2048)
     call_per_slice, announced = [c for c in exact_cuts(made, sizes, machine) if c.schedule == "sliced"]
 

@@ -146,38 +146,42 @@ def test_a_level_curve_has_a_speed(curve):
 def test_a_machine_is_refitted():
     """One host has a third of its bandwidth, and the link between groups half of it."""
     levels = (Level(2, 1e-5, 1e7, True, ((0.0, 1e-5), (1e6, 0.10001))),)
-    machine = Machine("m", 1e-5, 1e8, 1e10, 1e9, 1e-6, levels=levels, natives={"all_gather": ((1e6, 0.01),)})
+    machine = Machine("m", 1e-5, 1e8, 1e10, 1e9, 1e-6, levels=levels, collectives={"all_gather": ((1e6, 0.01),)})
     now = replace(machine, rates=(1.0, 1.0, 1 / 3, 1.0), levels=(levels[0]._replace(bandwidth=5e6, curve=()),))
     pairs = [(a, b) for a in range(4) for b in range(a + 1, 4)]
     fitted = fit.refitted(machine, 4, {pair: fit.speed_of(now, *pair) for pair in pairs})
     assert fitted.rates == pytest.approx(now.rates, rel=0.01)
     assert fitted.levels[0].bandwidth == pytest.approx(5e6, rel=0.01)
     assert fitted.levels[0].curve[1] == pytest.approx((1e6, 0.20001), rel=0.01)
-    assert fitted.natives["all_gather"] == ((1e6, pytest.approx(0.06, rel=0.01)),)  # 1/3 of 1/2 of the speed
+    assert fitted.collectives["all_gather"] == ((1e6, pytest.approx(0.06, rel=0.01)),)  # 1/3 of 1/2 of the speed
     again = fit.refitted(fitted, 4, {pair: fit.speed_of(now, *pair) for pair in pairs})
-    assert again.natives["all_gather"][0] == pytest.approx((1e6, 0.06), rel=0.01)
+    assert again.collectives["all_gather"][0] == pytest.approx((1e6, 0.06), rel=0.01)
     healed = fit.refitted(again, 4, {pair: fit.speed_of(machine, *pair) for pair in pairs})
-    assert (healed.rates, healed.natives["all_gather"][0]) == ((), pytest.approx((1e6, 0.01), rel=0.01))
+    assert (healed.rates, healed.collectives["all_gather"][0]) == ((), pytest.approx((1e6, 0.01), rel=0.01))
     same = fit.refitted(machine, 4, {pair: 0.95 * fit.speed_of(machine, *pair) for pair in pairs})
     assert (same.rates, same.levels, same.bandwidth) == ((), machine.levels, machine.bandwidth)
 
 
 def test_collectives_of_the_library_follow_the_only_link():
     """Two ranks: their link has a third of its speed, so no rank is slower than the other."""
-    machine = Machine("m", 1e-5, 1e8, 1e10, 1e9, 1e-6, natives={"all_reduce": ((1e6, 0.01),)})
+    machine = Machine("m", 1e-5, 1e8, 1e10, 1e9, 1e-6, collectives={"all_reduce": ((1e6, 0.01),)})
     fitted = fit.refitted(machine, 2, {(0, 1): fit.speed_of(machine, 0, 1) / 3})
-    assert (fitted.rates, fitted.natives["all_reduce"][0]) == ((), pytest.approx((1e6, 0.03)))
+    assert (fitted.rates, fitted.collectives["all_reduce"][0]) == ((), pytest.approx((1e6, 0.03)))
 
 
 def test_a_machine_on_slower_cores():
     """The work of a core takes twice as long. Links and the library's collectives do not change."""
     machine = replace(
-        Machine.load("gigabit"), pack_rate=1e9, cpu_message=1e-6, cpu_byte=1e-9, natives={"all_gather": ((1.0, 1.0),)}
+        Machine.load("gigabit"),
+        pack_rate=1e9,
+        cpu_message=1e-6,
+        cpu_byte=1e-9,
+        collectives={"all_gather": ((1.0, 1.0),)},
     )
     slow = fit.slowed(machine, 2.0)
     assert slow.kernel(1e6, 1e6, 1e6) == pytest.approx(2 * machine.kernel(1e6, 1e6, 1e6))
     assert (slow.cpu_message, slow.cpu_byte) == (2e-6, 2e-9)
-    assert (slow.innermost, slow.natives) == (machine.innermost, machine.natives)
+    assert (slow.innermost, slow.collectives) == (machine.innermost, machine.collectives)
     assert fit.slowed(slow, 0.5) == machine
     packs_nothing = Machine.load("gigabit")
     assert fit.slowed(packs_nothing, 0.5).pack_rate == packs_nothing.pack_rate

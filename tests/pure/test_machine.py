@@ -29,7 +29,9 @@ def test_costs_of_messages_and_kernels():
     assert machine.kernel(1000, 0) == 11.0 and machine.kernel(0, 100) == 3.0  # the slower of both counts
     assert replace(machine, pack_rate=4.0).kernel(1000, 0, packed=8) == 13.0
     assert machine.library("all_gather", 30, ranks=3) == 7.0
-    assert replace(machine, natives={"all_gather": ((0.0, 1.0), (10.0, 2.0))}).library("all_gather", 5, ranks=3) == 1.5
+    assert (
+        replace(machine, collectives={"all_gather": ((0.0, 1.0), (10.0, 2.0))}).library("all_gather", 5, ranks=3) == 1.5
+    )
 
 
 def test_the_last_wave_of_a_product_takes_as_long_as_a_full_one():
@@ -79,14 +81,18 @@ BAD_NUMBERS = [-1, float("nan"), float("inf"), 10**400, True, "4e9", None, [1]]
     + [(field, 0) for field in ("bandwidth", "flops_rate", "memory_rate")]
     + [("name", 3), ("name", None), ("source", ["here"]), ("colour", "red")]
     + [(field, value) for field in ("cpu_message", "cpu_byte", "poll", "pack_rate", "burst") for value in BAD_NUMBERS]
-    + [("native_share", value) for value in (*BAD_NUMBERS, 1.5)]
+    + [("unaided_share", value) for value in (*BAD_NUMBERS, 1.5)]
     + [("ports", value) for value in (0, -1, 1.5, True, "2", None, 10**9)]
     + [("lanes", 0), ("lanes", 3), ("lanes", True), ("lanes", "1"), ("pack_rate", 0)]
     + [("curve", 3), ("curve", [[1]]), ("curve", [[1, 2], [1, 3]]), ("curve", [[1, "2"]]), ("curve", [[1, -2]])]
-    + [("rates", 1), ("rates", [1, 0]), ("rates", [None]), ("natives", []), ("natives", {"all_gather": []})]
-    + [("natives", {"all_gather": [[0, 1e-3], [1000, 9e-4]]}), ("natives", {"allreduce": [[0, 1]]}), ("rates", [1.5])]
+    + [("rates", 1), ("rates", [1, 0]), ("rates", [None]), ("collectives", []), ("collectives", {"all_gather": []})]
+    + [
+        ("collectives", {"all_gather": [[0, 1e-3], [1000, 9e-4]]}),
+        ("collectives", {"allreduce": [[0, 1]]}),
+        ("rates", [1.5]),
+    ]
     + [("curve", False), ("curve", ""), ("curve", {}), ("lanes", 1.0), ("levels", [[2, 0, 1, True, {}]])]
-    + [("natives", {"all_gather": [[2, 1], [1, 1]]}), ("levels", {}), ("levels", [3]), ("levels", [[2, 0.0]])]
+    + [("collectives", {"all_gather": [[2, 1], [1, 1]]}), ("levels", {}), ("levels", [3]), ("levels", [[2, 0.0]])]
     + [("levels", [[2, 0, 1, 0]]), ("levels", [[0, 0, 1]]), ("levels", [[2.0, 0, 1]]), ("levels", [[2, 0, 0]])]
     + [("levels", [[4, 0, 1], [2, 0, 1]]), ("levels", [[4, 0, 1], [4, 0, 1]]), ("levels", [[2, 0, 1, True, [[1]]]])]
     + [("levels", [[2, 0, 1, True, [], -1]]), ("levels", [[2, 0, 1, True, [], 0, 0]])],
@@ -116,7 +122,7 @@ PLAIN = {name: value for name, value in GOOD.items() if name in ("name", *NUMBER
         (json.dumps(GOOD | {"levels": [list(range(10_000))]}), r"levels\[0\] must be"),
         (json.dumps(GOOD | {"poll": 1e-320}), "poll=1e-320 must be from"),
         (json.dumps(GOOD | {"curve": [[0, 0], [1e-300, 1e9]]}), r"curve rises by more than 1e\+09 seconds"),
-        (json.dumps({**PLAIN, "natives": {"all_gather": [[0, 1]]}}), "natives_ranks is missing"),
+        (json.dumps({**PLAIN, "collectives": {"all_gather": [[0, 1]]}}), "collectives_ranks is missing"),
         ("[" * 100_000, "not JSON"),
         ('"' * 3 + "\0", "not JSON"),
         (json.dumps(GOOD) + " " * MOST_FILE_NBYTES, "longer than 16 MiB"),
@@ -154,10 +160,10 @@ def test_optional_fields(tmp_path):
 
 def test_all_fields_survive_a_file(tmp_path):
     levels = (Level(2, 1e-5, 1e9), Level(8, 1e-4, 1e8, True, ((0.0, 1e-4), (1e6, 1e-2)), 1e-3))
-    curve, natives = ((0.0, 1e-6), (1024.0, 2e-6)), {"all_reduce": ((8.0, 1e-5), (1e6, 1e-2))}
+    curve, collectives = ((0.0, 1e-6), (1024.0, 2e-6)), {"all_reduce": ((8.0, 1e-5), (1e6, 1e-2))}
     machine = Machine(
-        "all", 1e-6, 1e10, 1e12, 1e11, 1e-6, "here", curve, levels, (1.0, 0.5), 1e9, 2, 1e-6, 1e-9, 1e-3, natives,
-        natives, 0.5, 2, 4, 2e-3,
+        "all", 1e-6, 1e10, 1e12, 1e11, 1e-6, "here", curve, levels, (1.0, 0.5), 1e9, 2, 1e-6, 1e-9, 1e-3, collectives,
+        collectives, 0.5, 2, 4, 2e-3,
     )  # fmt: skip
     machine.save(tmp_path / "machine.json")
     assert Machine.load(tmp_path / "machine.json") == machine
@@ -219,11 +225,11 @@ def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
 
 
 def test_curves_hold_for_the_measured_number_of_ranks():
-    natives = {"all_gather": ((1e6, 0.5),)}
-    measured = replace(Machine.load("gigabit"), natives=natives, natives_ranks=4)
+    collectives = {"all_gather": ((1e6, 0.5),)}
+    measured = replace(Machine.load("gigabit"), collectives=collectives, collectives_ranks=4)
     assert measured.library("all_gather", 1e6, 4) == 0.5
     assert measured.library("all_gather", 1e6, 64) == Machine.load("gigabit").library("all_gather", 1e6, 64)
-    assert replace(measured, natives_ranks=0).library("all_gather", 1e6, 64) == 0.5
+    assert replace(measured, collectives_ranks=0).library("all_gather", 1e6, 64) == 0.5
 
 
 @pytest.mark.parametrize("curve", [((1e6, 0.01),), ((0.0, 0.0), (1e6, 0.01)), ((1e3, 1e-4), (1e6, 1e-4))])
@@ -255,11 +261,11 @@ def test_the_machine_of_some_ranks():
     """Eight ranks in groups of two and of four. Groups of four share their link. Rank 3 is slow."""
     levels = (Level(2, 1e-5, 1e8), Level(4, 1e-4, 1e7, True))
     rates = (1.0, 1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 1.0)
-    natives = {"all_gather": ((1.0, 1.0),)}
-    machine = Machine("m", 1e-6, 1e9, 1e10, 1e9, 1e-6, levels=levels, rates=rates, natives=natives)
+    collectives = {"all_gather": ((1.0, 1.0),)}
+    machine = Machine("m", 1e-6, 1e9, 1e10, 1e9, 1e-6, levels=levels, rates=rates, collectives=collectives)
     assert machine.part(range(8), 8) is machine
     pair = machine.part([0, 1], 8)
-    assert (pair.bandwidth, pair.levels, pair.rates, pair.natives) == (1e9, (), (1.0, 1.0), {})
+    assert (pair.bandwidth, pair.levels, pair.rates, pair.collectives) == (1e9, (), (1.0, 1.0), {})
     four = machine.part([0, 1, 2, 3], 8)
     assert (four.bandwidth, four.levels, four.rates) == (1e9, levels[:1], rates[:4])
     every_second = machine.part([0, 2, 4, 6], 8)  # each in another group of two
@@ -273,9 +279,11 @@ def test_the_machine_of_some_ranks():
 
 def test_a_machine_as_text():
     levels = (Level(4, 1e-4, 1e7, True, (), 2e-3),)
-    natives = {"all_gather": ((1e6, 0.01),)}
+    collectives = {"all_gather": ((1e6, 0.01),)}
     rates = (1.0, 0.25)
-    text = str(Machine("m", 1e-6, 1e9, 1e10, 1e9, 1e-6, "here", levels=levels, rates=rates, natives=natives, ports=3))
+    text = str(
+        Machine("m", 1e-6, 1e9, 1e10, 1e9, 1e-6, "here", levels=levels, rates=rates, collectives=collectives, ports=3)
+    )
     assert text.splitlines() == [
         "m",
         "here",

@@ -426,8 +426,8 @@ def test_a_collective_behind_a_kernel_has_a_curve_of_its_own(operation, moves, e
         "all_gather": (Spec((64, 8), "float32", Shard(0)), Spec((8, 4), "float32", Shard(1))),
     }[moves]
     plan = fompi.plan(operation, x, w, ranks=2, schedule="sliced", slices=2)
-    machine = Machine("m", 0.0, 1e9, 1e9, 1e9, 10.0, lanes=2, natives={moves: ((0.0, 1.0),)})
-    behind = replace(machine, natives_behind={moves: ((0.0, 5.0),)})
+    machine = Machine("m", 0.0, 1e9, 1e9, 1e9, 10.0, lanes=2, collectives={moves: ((0.0, 1.0),)})
+    behind = replace(machine, collectives_behind={moves: ((0.0, 5.0),)})
     first, second = (
         [e.end - e.start - e.waited for e in fompi.simulate(plan, m).events if e.rank == 0 and not e.is_compute]
         for m in (machine, behind)
@@ -446,9 +446,9 @@ def test_collectives_one_after_the_other_take_the_time_of_the_link(name, moves, 
     plan = registry.write(
         made, "sliced", 4, Sizes(pairs=((64,) * 4,) * 4) if moves == "all_to_all" else Sizes((64,) * 4)
     )
-    machine = Machine("m", 0.0, 1e3, 1e15, 1e15, 1e-9, lanes=2, natives={moves: ((0.0, 1e-3),)})
-    natives = [e for e in simulate(plan, machine).events if e.rank == 0 and not e.is_compute]
-    seconds = [e.end - e.start - e.waited for e in natives]
+    machine = Machine("m", 0.0, 1e3, 1e15, 1e15, 1e-9, lanes=2, collectives={moves: ((0.0, 1e-3),)})
+    collectives = [e for e in simulate(plan, machine).events if e.rank == 0 and not e.is_compute]
+    seconds = [e.end - e.start - e.waited for e in collectives]
     moved = share * library_nbytes(made, 256 / 4)
     assert seconds == pytest.approx([1e-3, *[moved / 1e3] * 3])
 
@@ -458,10 +458,10 @@ def test_a_curve_behind_kernels_includes_the_polls():
     x, w = Spec((64, 8), "float32", Shard(1)), Spec((8, 4), "float32", Shard(0))
     plan = fompi.plan("matmul_reduce_scatter", x, w, ranks=2, schedule="sliced", slices=2)
     curve = {"reduce_scatter": ((0.0, 1.0),)}
-    machine = Machine("m", 0.0, 1.0, 1e9, 1e9, 10.0, lanes=1, natives=curve, poll=4.0)
+    machine = Machine("m", 0.0, 1.0, 1e9, 1e9, 10.0, lanes=1, collectives=curve, poll=4.0)
     polled, measured = (
         next(e.end - e.start - e.waited for e in fompi.simulate(plan, m).events if e.rank == 0 and not e.is_compute)
-        for m in (machine, replace(machine, natives_behind=curve))
+        for m in (machine, replace(machine, collectives_behind=curve))
     )
     assert (polled, measured) == (4.0, 1.0)
 
