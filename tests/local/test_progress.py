@@ -113,7 +113,7 @@ def test_modes():
     assert choose_mode("auto", "serialized", unaided_share=0.95) == "poll"
     for level in ("single", "funneled", "serialized"):
         assert {choose_mode(mode, level) for mode in ("auto", "helper", "library", "poll")} == {"poll"}
-    with pytest.raises(LaunchError, match="FOMPI_PROGRESS=spin: give one of auto, helper, native, poll"):
+    with pytest.raises(LaunchError, match="FOMPI_PROGRESS=spin: give one of auto, helper, library, poll"):
         choose_mode("spin", "serialized")
 
 

@@ -91,7 +91,7 @@ def test_a_good_value(name):
 
 def test_one_error_names_all_bad_values():
     assert str(refusal({"FOMPI_TIMEOUT": "x", "FOMPI_PROGRESS": "y"})) == (
-        "FOMPI_TIMEOUT=x: give a number of seconds above 0; FOMPI_PROGRESS=y: give one of auto, helper, native, poll"
+        "FOMPI_TIMEOUT=x: give a number of seconds above 0; FOMPI_PROGRESS=y: give one of auto, helper, library, poll"
     )
 
 
