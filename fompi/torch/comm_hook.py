@@ -81,7 +81,8 @@ def wire(name: str, *, feedback: bool = True) -> Callable[[Any, torch.distribute
         if feedback and name in WIDE.get(dtype, ()) and x.device.type == "cpu":
             keep = give_back(known, name, comm, bucket)
         start = operations.all_reduce.start
-        pending = start(x, op="mean", out=x, comm=summing(comm, {}), wire=name)  # refused where x takes none
+        sums = summing(comm, {"wire": name})
+        pending = start(x, op="mean", out=x, comm=sums, wire=name)  # named here, it is refused where x takes none
         return Work(f"all_reduce with the wire {name}", comm, [pending], keep, x, streams.order_of(x)).get_future()
 
     hook.__annotations__.clear()  # torch compares them with its types, and these are strings
