@@ -69,7 +69,7 @@ def test_the_wheel(tmp_path, monkeypatch, mpi):
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }
-    assert "calls: C," in " ".join(run(bin / "fompi", "info", **variables).split())
+    assert "engine C," in " ".join(run(bin / "fompi", "info", **variables).split())
     code, output = first_program()
     Path("layer.py").write_text(code)
     assert run("mpirun", "-n", 2, "python", "layer.py", **variables) == output
@@ -78,7 +78,7 @@ def test_the_wheel(tmp_path, monkeypatch, mpi):
     assert "1024,256,256" in run(bin / "fompi", "try", "1024,256,256", "--ranks", 2, **variables).replace(" x ", ",")
 
 
-@pytest.mark.parametrize(("compiler", "engine"), [("gcc", "C,"), ("false", "Python: fompi was installed without")])
+@pytest.mark.parametrize(("compiler", "engine"), [("gcc", "engine C,"), ("false", "engine Python: fompi was installed without")])
 def test_the_sdist(tmp_path, monkeypatch, compiler, engine):
     bin = environment(tmp_path, f"{built('*.tar.gz')}[mpich]", CC=compiler)
     (tmp_path / "empty").mkdir()
