@@ -228,7 +228,7 @@ emit("MODE", world.engine.progress_mode, threading.active_count())
 def test_an_unknown_mode(launch):
     ended = launch(1, "", env={"FOMPI_PROGRESS": "nonsense"})
     assert ended.finished.returncode != 0
-    assert "LaunchError: FOMPI_PROGRESS=nonsense: give one of auto, helper, native, poll" in ended.output
+    assert "LaunchError: FOMPI_PROGRESS=nonsense: give one of auto, helper, library, poll" in ended.output
 
 
 # ----------------------------------------------------------------------------------------------------------- deadlines

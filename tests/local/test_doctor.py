@@ -47,7 +47,7 @@ def test_the_text_ends_with_the_findings(mpirun):
 def test_an_error_makes_the_exit_status_1(mpirun):
     done = mpirun(2, *DOCTOR, seconds=100, env={"FOMPI_PROGRESS": "spin"})
     assert done.returncode == 1, done.output
-    assert "1. error: FOMPI_PROGRESS=spin\n    give one of auto, helper, native, poll" in done.stdout
+    assert "1. error: FOMPI_PROGRESS=spin\n    give one of auto, helper, library, poll" in done.stdout
 
 
 def test_steps_without_time_are_named(mpirun):
