@@ -45,8 +45,8 @@ MUTANTS = {
     "functions of NumPy do not follow operations": (("row", "column, gelu"), f"{SOFTWARE}:SoftwareDevice.leave",
         "stream.wait(event)", "pass"),
     "an array in place is not written": (("norm",), f"{COMPUTING}:Computing._into",
-        "self._run(name, work, put.arrays, [out])",
-        "self._run(name, work, put.arrays, [self._new(out.shape, out.dtype)])"),
+        "self._run(name, work, operands, [out])",
+        "self._run(name, work, operands, [self._new(out.shape, out.dtype)])"),
     # messages between two ranks
     "a message leaves before its data has come": (("ring",), f"{MESSAGES}:Sending._leave", "self.fetched.get()",
         "np.zeros_like(self.fetched._target)"),

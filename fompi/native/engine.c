@@ -986,19 +986,7 @@ static PyObject *call_place(PyObject *self, PyObject *addresses) {
     Py_RETURN_NONE;
 }
 
-static PyObject *driven(Call *c, double seconds, double stall) {
-    int state;
-    c->is_driven = 1;
-    Py_BEGIN_ALLOW_THREADS
-    lock(c->library);
-    start_ops(c);
-    state = drive(c, seconds, stall);
-    unlock(c->library);
-    Py_END_ALLOW_THREADS
-    c->is_driven = 0;
-    return PyLong_FromLong(state);
-}
-
+/* The call begins anew. The lock is held. */
 static void reset(Call *c, int tag) {
     memcpy(c->blockers, c->blockers_at_first, (size_t)c->n_ops * sizeof(int32_t));
     memcpy(c->queue, c->first, (size_t)c->n_first * sizeof(int32_t));
@@ -1011,21 +999,36 @@ static void reset(Call *c, int tag) {
     c->started = c->moved_at = now();
 }
 
-/* Lets these ops wait for one more event, which `release` is. */
-static int hold(Call *c, PyObject *ops) {
-    int32_t *held, n;
-    if ((held = copied(ops, sizeof(int32_t), &n)) == NULL) return 0;
+/* Lets these ops wait for one more event, which `release` is. The lock is held. False: there is no such op. */
+static int hold(Call *c, const int32_t *held, int32_t n) {
     int is_right = 1;
     for (int32_t k = 0; k < n; k++) is_right &= held[k] >= 0 && held[k] < c->n_ops;
     for (int32_t k = 0; is_right && k < n; k++) c->blockers[held[k]]++;
-    free(held);
     c->tail = 0;
     for (int32_t k = 0; k < c->n_first; k++)
         if (!c->blockers[c->first[k]]) c->queue[c->tail++] = c->first[k];
-    if (is_right) return 1;
-    c->unfinished = 0;
+    if (!is_right) c->unfinished = 0;
+    return is_right;
+}
+
+/* Goes on with the call, or begins it with this tag, without these ops. Other threads may ask for its state meanwhile. */
+static PyObject *driven(Call *c, const int *tag, const int32_t *held, int32_t n, double seconds, double stall) {
+    int state = FAILED, is_right = 1;
+    c->is_driven = 1;
+    Py_BEGIN_ALLOW_THREADS
+    lock(c->library);
+    if (tag != NULL) reset(c, *tag);
+    if (held != NULL) is_right = hold(c, held, n);
+    if (is_right) {
+        start_ops(c);
+        state = drive(c, seconds, stall);
+    }
+    unlock(c->library);
+    Py_END_ALLOW_THREADS
+    c->is_driven = 0;
+    if (is_right) return PyLong_FromLong(state);
     PyErr_SetString(PyExc_IndexError, "there is no such op");
-    return 0;
+    return NULL;
 }
 
 static PyObject *call_run(PyObject *self, PyObject *args) {
@@ -1035,9 +1038,11 @@ static PyObject *call_run(PyObject *self, PyObject *args) {
     int tag;
     if (!PyArg_ParseTuple(args, "idd|O", &tag, &seconds, &stall, &held) || refuse_if_unfinished(c) || refuse_if_unplaced(c))
         return NULL;
-    reset(c, tag);
-    if (held != NULL && !hold(c, held)) return NULL;
-    return driven(c, seconds, stall);
+    int32_t *ops = NULL, n = 0;
+    if (held != NULL && (ops = copied(held, sizeof(int32_t), &n)) == NULL) return NULL;
+    PyObject *state = driven(c, &tag, ops, n, seconds, stall);
+    free(ops);
+    return state;
 }
 
 /* These ops wait for one event less. */
@@ -1189,15 +1194,14 @@ static PyObject *call_run_on(PyObject *self, PyObject *args) {
     for (int k = 1; k <= c->n_stamped; k++)
         for (int64_t at = 0; at < c->nbytes[c->n_buffers - k]; at += c->stamped_every)
             memcpy(c->bases[c->n_buffers - k] + at, &stamp, sizeof(int64_t));
-    reset(c, tag);
-    return driven(c, seconds, stall);
+    return driven(c, &tag, NULL, 0, seconds, stall);
 }
 
 static PyObject *call_drive(PyObject *self, PyObject *args) {
     Call *c = (Call *)self;
     double seconds, stall;
     if (!PyArg_ParseTuple(args, "dd", &seconds, &stall) || refuse_if_driven(c)) return NULL;
-    return driven(c, seconds, stall);
+    return driven(c, NULL, NULL, 0, seconds, stall);
 }
 
 static PyObject *call_has_ended(PyObject *self, PyObject *number) {

@@ -207,7 +207,7 @@ emit("MODE", world.engine.progress_mode, world.engine.helper.pause, y[0])
 """
     ended = launch(2, code, env={"FOMPI_MACHINE": str(path)})
     ended.assert_clean()
-    assert ended.lines("MODE") == ["native 4 ms 2.0"] * 2
+    assert ended.lines("MODE") == ["library 4 ms 2.0"] * 2
 
 
 def test_mpi_for_one_thread_has_no_helper(launch):
