@@ -10,7 +10,7 @@ from fompi.base.errors import LaunchError
 from fompi.engine.engine import NAP_SECONDS, YIELDS
 from fompi.engine.progress import LINGER_SECONDS, POLLS_PER_MESSAGE, POLLS_PER_WAKE
 from fompi.mpi import environment
-from fompi.mpi.transport import start_mpi
+from fompi.mpi.transport import functions, start_mpi
 
 FUNCTIONS = ("MPI_Isend", "MPI_Issend", "MPI_Irecv", "MPI_Test", "MPI_Testsome")
 
@@ -60,22 +60,21 @@ def _found() -> NativeSupport:
     nbytes = MPI._sizeof(MPI.Request)
     if nbytes not in REQUEST_NBYTES:
         return NativeSupport(None, f"this MPI has requests of {nbytes} bytes")
-    isend, issend, irecv, test, testsome = (_address(name, str(MPI.__file__)) for name in FUNCTIONS)
+    isend, issend, irecv, test, testsome = (_address(name, functions()) for name in FUNCTIONS)
     if isend and issend and irecv and test and testsome:
         return NativeSupport(Library(isend, issend, irecv, test, testsome, MPI.BYTE.handle, nbytes, PACE), "")
     return NativeSupport(None, "the functions of the MPI library that mpi4py has loaded were not found")
 
 
-def _address(name: str, extension: str) -> int | None:
-    """The address of the function of MPI that `extension`, the module of mpi4py, calls by this name.
+def _address(name: str, mpi: ctypes.CDLL) -> int | None:
+    """The address of the function of MPI that mpi4py calls by this name. `mpi` has the functions of its library.
 
     It is found as the linker finds it for mpi4py: in what the whole process has loaded, as by LD_PRELOAD, then in the
-    MPI library of the extension, whatever the names of its files are. So a preloaded profiler sees the calls of C too.
+    MPI library, whatever the names of its files are. So a preloaded profiler sees the calls of C too.
     """
-    everywhere, own = ctypes.CDLL(None), ctypes.CDLL(extension)  # nothing is loaded: mpi4py has loaded it
-    beneath = f"P{name}"  # what a profiler calls: it must be in the same MPI library
-    found = _symbol(everywhere, name) if _symbol(everywhere, beneath) == _symbol(own, beneath) else None
-    return found or _symbol(own, name)
+    everywhere, beneath = ctypes.CDLL(None), f"P{name}"  # what a profiler calls: it must be in the same MPI library
+    found = _symbol(everywhere, name) if _symbol(everywhere, beneath) == _symbol(mpi, beneath) else None
+    return found or _symbol(mpi, name)
 
 
 def _symbol(library: ctypes.CDLL, name: str) -> int | None:
