@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from functools import cache
 from typing import Any, NamedTuple
 
+from fompi.backends import in_c
 from fompi.base.errors import LaunchError
 from fompi.engine.engine import NAP_SECONDS, YIELDS
 from fompi.engine.progress import LINGER_SECONDS, POLLS_PER_MESSAGE, POLLS_PER_WAKE
-from fompi.mpi import environment
+from fompi.mpi import environment, launcher
 from fompi.mpi.transport import functions, start_mpi
 
 FUNCTIONS = ("MPI_Isend", "MPI_Issend", "MPI_Irecv", "MPI_Test", "MPI_Testsome")
@@ -20,6 +22,9 @@ REQUEST_NBYTES = (4, 8)
 
 PACE = (YIELDS, POLLS_PER_WAKE, POLLS_PER_MESSAGE, NAP_SECONDS, LINGER_SECONDS)
 """How C waits and polls: as the engine of Python does."""
+
+
+NO_C = "fompi was installed without a C compiler: install one, then fompi again"
 
 
 class NativeSupport(NamedTuple):
@@ -49,11 +54,17 @@ def refusal() -> LaunchError | None:
     return LaunchError(f"FOMPI_ENGINE=native, but {engine().why}")
 
 
+def say_if_missing() -> None:
+    """With FOMPI_DEBUG=1, one line on standard error if there is no part in C. Of several ranks the first prints it."""
+    if in_c.run is None and environment.value("FOMPI_DEBUG") == "1" and not launcher.detect().rank:
+        print(f"fompi: calls run in Python: {NO_C}", file=sys.stderr)
+
+
 def _found() -> NativeSupport:
     try:
         from fompi.native._native import Library
     except ImportError:
-        return NativeSupport(None, "fompi was installed without a C compiler: install one, then fompi again")
+        return NativeSupport(None, NO_C)
     MPI = start_mpi()
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         return NativeSupport(None, "MPI allows only its main thread to call it")

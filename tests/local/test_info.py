@@ -365,6 +365,20 @@ def test_the_text_of_one_rank_begins_with_versions():
     assert f"python     {sys.version.split()[0]}" in lines
 
 
+WITHOUT_C = "import sys; sys.modules['fompi.native._native'] = None; sys.stderr = sys.stdout; import fompi"
+
+
+def test_there_is_no_part_in_c():
+    """As after an installation without a compiler. An import says so with FOMPI_DEBUG=1, once in a job."""
+    why = "fompi was installed without a C compiler: install one, then fompi again\n"
+    started = [sys.executable, "-c", WITHOUT_C]
+    second = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
+    assert run(started) == run(started, FOMPI_DEBUG="1", **second) == ""
+    assert run(started, FOMPI_DEBUG="1") == f"fompi: calls run in Python: {why}"
+    info = [sys.executable, "-c", f"{WITHOUT_C}; from fompi.cli.main import main; main(['info'])"]
+    assert f"\nengine     Python: {why}" in run(info)
+
+
 OTHER_MPI = """
 #include <string.h>
 #define FUNCTION(name) int name(void) { return 7; } int P##name(void) { return 7; }
