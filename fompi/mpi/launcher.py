@@ -228,7 +228,7 @@ def refusal(environ: Mapping[str, str], library_name: str, mpirun: str | None = 
     """One line with cause and fix if MPI_Init would end the process, else None.
 
     MPICH without PMIx ends the process in MPI_Init if PMIX_NAMESPACE is set. The mpirun of Open MPI and
-    `srun --mpi=pmix` set it. It stays set if MPICH's own mpirun runs inside one of them.
+    `srun --mpi=pmix` set it. It stays set if MPICH's own mpirun, or a job script, runs inside one of them.
     """
     if is_orphan(environ, library_name):
         alone = " FOMPI_SINGLETONS=1" if is_child(environ) else ""  # the variables of torchrun are still set, too
@@ -240,7 +240,12 @@ def refusal(environ: Mapping[str, str], library_name: str, mpirun: str | None = 
     if library_name not in ("MPICH", "MVAPICH") or "PMIX_NAMESPACE" not in environ:
         return None
     if "PMI_SIZE" in environ:
-        return f"{library_name} does not start while PMIX_NAMESPACE of an outer launcher is set: unset it before mpirun"
+        if environ.get("MPIR_CVAR_PMI_VERSION") == "1":  # MPICH looks for PMI-1 only
+            return None
+        return (
+            f"{library_name} does not start while PMIX_NAMESPACE of an outer launcher is set: unset it before mpirun, "
+            "or set MPIR_CVAR_PMI_VERSION=1"
+        )
     launch = detect(environ)
     name = _LAUNCHER_NAMES.get(launch.launcher, "a PMIx launcher")
     return f"{name} cannot start {library_name} this way: {_fix(launch, library_name, mpirun)}"
