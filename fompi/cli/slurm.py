@@ -17,11 +17,9 @@ from pathlib import Path
 
 from fompi.base.errors import LaunchError
 from fompi.cli.output import UsageError
+from fompi.mpi.launcher import PLUGINS
 
 EXAMPLE = "{} slurm --nodes 2 --ranks-per-node 4 --cpus-per-rank 4 -- train.py --epochs 9 > train.sbatch"
-
-PLUGINS = {"MPICH": "pmi2", "MVAPICH": "pmi2", "Intel MPI": "pmi2", "Cray MPICH": "cray_shasta", "Open MPI": "pmix"}
-"""The option --mpi of srun for each MPI library."""
 
 PROTOCOLS = {
     ("MPICH", "pmi2"): (

@@ -36,14 +36,8 @@ _LAUNCHER_NAMES = {
 _OWN_LAUNCHER = {"MPICH": "hydra", "MVAPICH": "hydra", "Intel MPI": "intel", "Open MPI": "openmpi"}
 """The launcher that is installed with each MPI library."""
 
-_SRUN = {
-    "MPICH": "`srun --mpi=pmi2`",
-    "MVAPICH": "`srun --mpi=pmi2`",
-    "Cray MPICH": "`srun --mpi=cray_shasta`",
-    "Intel MPI": "`srun --mpi=pmi2` with I_MPI_PMI_LIBRARY set to Slurm's libpmi2.so",
-    "Open MPI": "`srun --mpi=pmix`",
-}
-"""How Slurm must start each MPI library."""
+PLUGINS = {"MPICH": "pmi2", "MVAPICH": "pmi2", "Intel MPI": "pmi2", "Cray MPICH": "cray_shasta", "Open MPI": "pmix"}
+"""The option --mpi of srun for each MPI library."""
 
 
 @dataclass(frozen=True)
@@ -336,7 +330,11 @@ def _why(launch: LaunchVariables, library_name: str) -> str:
 
 
 def _fix(launch: LaunchVariables, library_name: str, mpirun: str | None) -> str:
-    own_srun = _SRUN.get(library_name, f"the `srun --mpi=...` that {library_name} was built for")
+    own_srun = f"`srun --mpi={PLUGINS.get(library_name, '...')}`"
+    if library_name not in PLUGINS:
+        own_srun = f"the {own_srun} that {library_name} was built for"
+    elif library_name == "Intel MPI":
+        own_srun += " with I_MPI_PMI_LIBRARY set to Slurm's libpmi2.so"
     own_mpirun = f"the mpirun of {library_name}" + (f", {mpirun}" if mpirun else "")
     if launch.launcher == "srun":
         return f"use {own_srun} (`srun --mpi=list` shows what this Slurm supports)"

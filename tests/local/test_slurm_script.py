@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from fompi.base.errors import LaunchError
-from fompi.cli.slurm import PLUGINS, JobRequest, SlurmFacts, _indices, _time, script
+from fompi.cli.slurm import JobRequest, SlurmFacts, _indices, _time, script
+from fompi.mpi.launcher import PLUGINS
 
 ROOT = Path(__file__).resolve().parents[2]
 ASKED = "fompi slurm --nodes 2 --ranks-per-node 4 --cpus-per-rank 4 --time 00:10:00 -- examples/tp_mlp.py"
