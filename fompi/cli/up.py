@@ -85,8 +85,9 @@ class LookedAt:
 
     @property
     def reached(self) -> dict[str, str]:
-        """The address of each host to which ssh goes."""
-        return {host: facts["ssh"][0] for host, facts in self.facts.items() if facts["ssh"]}
+        """The address of each host to which ssh goes, and that of this machine, from which it comes."""
+        ends = [facts["ssh"] for facts in self.facts.values() if facts["ssh"]]
+        return {host: (facts["ssh"] or [*ends, ["", ""]][0][::-1])[1] for host, facts in self.facts.items()}
 
     @property
     def best(self) -> SharedNetwork | None:

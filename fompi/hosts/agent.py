@@ -52,7 +52,7 @@ def facts(program="", folder="", files=()):
         "cores": len(os.sched_getaffinity(0)),
         "memory": memory(),
         "interfaces": interfaces(),
-        "ssh": os.environ.get("SSH_CONNECTION", "").split()[2:3],
+        "ssh": os.environ.get("SSH_CONNECTION", "").split()[::2],  # the addresses of the client and of this host
         "full": [text for text in map(unwritable, ("/dev/shm", tempfile.gettempdir())) if text],
         "folder": os.path.isdir(folder),
         "files": {name: digest(os.path.join(folder, name)) for name in files},

@@ -10,6 +10,7 @@ when that input ends: also if this process is killed.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import socket
@@ -48,11 +49,14 @@ class Remote:
         self._lock = threading.Lock()
         command = [python, "-c", BEGIN]
         if ssh:
+            # In sh, whatever the shell of the user is.
             ways = " || ".join(f"{{ command -v {each} >/dev/null && exec {each} -c {shlex.quote(BEGIN)}; }}"
                                for each in dict.fromkeys((shlex.quote(python), "python3")))  # fmt: skip
-            command = [*ssh, *QUIETLY, host, f"{ways} || echo fompi-no-python >&2"]
+            command = [*ssh, *QUIETLY, host, f"sh -c {shlex.quote(f'{ways} || echo fompi-no-python >&2')}"]
+        own = {name: value for name, value in os.environ.items() if name != "SSH_CONNECTION"}  # of who sits here
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            command,
+            env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             start_new_session=True,  # Ctrl-C ends this process, which closes their input
         )  # fmt: skip
         self._said: list[str] = []

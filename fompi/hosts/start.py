@@ -46,7 +46,13 @@ def hosts_of(words: Sequence[str], hostfile: str = "") -> dict[str, int]:
 def problems(facts: Mapping[str, Mapping[str, Any]], here: Mapping[str, Any], folder: str) -> Iterator[str]:
     """Why the job cannot run on these hosts as it would here: a line each, with the remedy."""
     python, environment = here["executable"], here["executable"].rpartition("/bin/")[0]
+    called: dict[str, str] = {}
     for host, there in facts.items():
+        if (other := called.setdefault(there["name"], host)) != host:
+            yield (
+                f"{host}: it calls itself {there['name']}, as {other} does, and MPI would take them for one machine: there "
+                f"type `sudo hostnamectl set-hostname {host}`"
+            )
         if there["executable"] != python:
             yield (
                 f"{host}: no {python} there, only {there['executable']} ({there['python']}): make the same environment "

@@ -148,6 +148,7 @@ def test_a_word_that_is_no_host_is_refused(words, why):
 
 
 HERE = {
+    "name": "box",
     "executable": "/env/bin/python",
     "python": "3.11.7",
     "versions": {"fompi": "0.1.0", "numpy": "2.0.0", "mpi4py": "4.1.2"},
@@ -178,6 +179,11 @@ HERE = {
             {"mpi": "MPICH Version: 4.3.0"},
             "h1: MPI is MPICH Version: 4.3.0, and MPICH Version: 5.0.2 here: install the same one",
         ),
+        (
+            {"name": "box"},
+            "h1: it calls itself box, as h0 does, and MPI would take them for one machine: there type `sudo hostnamectl "
+            "set-hostname h1`",
+        ),
         ({"mpirun": False}, "h1: the mpirun of this environment is not there: install the same MPI"),
         (
             {"full": ["/dev/shm: No space left on device"]},
@@ -189,7 +195,9 @@ HERE = {
     ],
 )  # fmt: skip
 def test_a_host_unlike_this_one_is_one_line_with_a_remedy(other, line):
-    assert [*start.problems({"h0": HERE, "h1": {**HERE, **other}}, HERE, "/work")] == ([line] if line else [])
+    assert [*start.problems({"h0": HERE, "h1": {**HERE, "name": "other", **other}}, HERE, "/work")] == (
+        [line] if line else []
+    )
 
 
 def test_clocks_far_apart_are_a_remark():
