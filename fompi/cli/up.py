@@ -332,7 +332,8 @@ def blocks(found: LookedAt) -> list[Table | str]:
 def remarks(found: LookedAt) -> list[str]:
     said = [*start.clock_remarks(found.clocks)]
     if found.best is not None:
-        said += networks.remarks(found.shared, found.measured, found.best, found.interfaces, found.reached)
+        named = {host: address for host, address in found.reached.items() if found.facts[host]["ssh"]}
+        said += networks.remarks(found.shared, found.measured, found.best, found.interfaces, named)
     return said
 
 

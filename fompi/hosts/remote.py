@@ -52,7 +52,7 @@ class Remote:
             # In sh, whatever the shell of the user is.
             ways = " || ".join(f"{{ command -v {each} >/dev/null && exec {each} -c {shlex.quote(BEGIN)}; }}"
                                for each in dict.fromkeys((shlex.quote(python), "python3")))  # fmt: skip
-            command = [*ssh, *QUIETLY, host, f"sh -c {shlex.quote(f'{ways} || echo fompi-no-python >&2')}"]
+            command = [*ssh, *QUIETLY, host, f"/bin/sh -c {shlex.quote(f'{ways} || echo fompi-no-python >&2')}"]
         own = {name: value for name, value in os.environ.items() if name != "SSH_CONNECTION"}  # of who sits here
         self.process = subprocess.Popen(
             command,

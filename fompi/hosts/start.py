@@ -50,8 +50,8 @@ def problems(facts: Mapping[str, Mapping[str, Any]], here: Mapping[str, Any], fo
     for host, there in facts.items():
         if (other := called.setdefault(there["name"], host)) != host:
             yield (
-                f"{host}: it calls itself {there['name']}, as {other} does, and MPI would take them for one machine: there "
-                f"type `sudo hostnamectl set-hostname {host}`"
+                f"{host}: it calls itself {there['name']}, as {other} does, and MPI would take them for one machine: "
+                f"there type `sudo hostnamectl set-hostname {host}`"
             )
         if there["executable"] != python:
             yield (

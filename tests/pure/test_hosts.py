@@ -181,8 +181,8 @@ HERE = {
         ),
         (
             {"name": "box"},
-            "h1: it calls itself box, as h0 does, and MPI would take them for one machine: there type `sudo hostnamectl "
-            "set-hostname h1`",
+            "h1: it calls itself box, as h0 does, and MPI would take them for one machine: there type "
+            "`sudo hostnamectl set-hostname h1`",
         ),
         ({"mpirun": False}, "h1: the mpirun of this environment is not there: install the same MPI"),
         (
