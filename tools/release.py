@@ -5,7 +5,8 @@
 - They are judged: auditwheel, abi3audit, check-wheel-contents, twine; and the texts beside them: validate-pyproject,
   check-jsonschema. A wheel without the part in C is refused: `setup.py` lets a failed compiler pass, because fompi
   also works without that part.
-- tests/release installs and runs them, each in an empty environment: needs `apt-get install qemu-user-static`.
+- tests/release installs and runs them, each in an empty environment, and tries the recipes of tools/recipes. It needs
+  `apt-get install qemu-user-static buildah mmdebstrap`.
 
 The tools are in build/release. `--no-tests` only builds and judges.
 """
@@ -24,6 +25,7 @@ from argparse import ArgumentParser
 from collections.abc import Mapping
 from os import environ
 from pathlib import Path
+from urllib.parse import urlsplit
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD, DIST = ROOT / "build/release", ROOT / "dist"
@@ -123,6 +125,12 @@ def judge_texts() -> None:
         tool("check-jsonschema", "--builtin-schema", f"vendor.{schema}", *found)
 
 
+def placeholders() -> list[str]:
+    """The names in `[project.urls]` that have no address yet: example.* are hosts that nobody can have."""
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    return [name for name, url in urls.items() if urlsplit(url).netloc.startswith("example.")]
+
+
 def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--no-tests", action="store_true", help="build and judge only")
@@ -145,6 +153,8 @@ def main() -> None:
         print(run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/release"))
     for path in (sdist, *built):
         print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1024:.0f} KiB")
+    if missing := placeholders():
+        print(f"Not ready for an upload: {', '.join(missing)} of [project.urls] in pyproject.toml are placeholders.")
 
 
 if __name__ == "__main__":
