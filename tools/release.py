@@ -101,13 +101,18 @@ def build_wheel(source: Path, architecture: str) -> Path:
     return wheel
 
 
+def belongs(name: str) -> bool:
+    """Whether a file is for users: the package and its metadata, but no test, no tool, and no table of a bench."""
+    is_code = name.startswith("fompi/") and name.endswith((".py", ".pyi", ".cu", ".so", "/py.typed"))
+    return name.startswith("fompi-") or (is_code and "/test" not in name)
+
+
 def judge(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     if "fompi/native/_native.abi3.so" not in names:
         sys.exit(f"{wheel.name} has no part in C: its compiler failed. See the output of the command that built it.")
-    foreign = [name for name in names if not name.startswith(("fompi/", "fompi-"))]
-    if foreign:
-        sys.exit(f"{wheel.name} holds what is not of fompi: {', '.join(foreign)}")
+    if strange := [name for name in names if not belongs(name)]:
+        sys.exit(f"{wheel.name} holds what a user does not need: {', '.join(strange)}")
     shown = tool("auditwheel", "show", wheel)
     if f'"{wheel.stem.split("-")[-1]}"' not in shown.replace("\n", " "):
         sys.exit(f"{shown}\n{wheel.name} needs more than its name says.")
