@@ -55,7 +55,7 @@ def test_the_package_of_spack_depends_on_what_pyproject_does(monkeypatch):
 
 def test_the_recipe_of_conda_depends_on_what_pyproject_does():
     recipe = (RECIPES / "conda/recipe.yaml").read_text()
-    for title, needed in (("host", BUILD), ("run", RUN)):
+    for title, needed in (("host", BUILD), ("run", [("python", PYTHON), *RUN])):
         section = re.search(rf"^  {title}:\n((?:    .*\n)+)", recipe, re.MULTILINE)[1]
         named = re.findall(r"^    - ([\w-]+ >=[\w.]+)", section, re.MULTILINE)
         assert [minimum(requirement) for requirement in named] == needed
