@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,7 @@ def loaded(path):
 def test_the_recipe_of_conda(tmp_path, monkeypatch):
     """rattler-build builds and tests it, on stand-ins for conda-forge. Another field is refused."""
     monkeypatch.setenv("RATTLER_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # the package is imported, not a checkout
     run(sys.executable, "-m", "venv", tmp_path / "env")
     run(tmp_path / "env/bin/python", "-m", "pip", "install", "-q", "setuptools>=77", "numpy", "mpi4py")
     recipe = RECIPES / "conda/recipe.yaml"
@@ -54,6 +56,8 @@ def test_the_recipe_of_conda(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def image():
     """The image of the Dockerfile, on a fresh Debian in place of the one of the registry."""
+    for program in ("buildah", "mmdebstrap"):
+        assert shutil.which(program), f"needs {program}: apt-get install {program}"
     if BASE not in run(*BUILDAH, "images", "--format", "{{.Name}}:{{.Tag}}"):
         archive = ROOT / "build/release/debian.tar"
         run("mmdebstrap", "--quiet", "--variant=minbase", "bookworm", archive)
@@ -69,7 +73,8 @@ def image():
     dockerfile = RECIPES / "containers/Dockerfile"
     options = ("--isolation", "chroot", "--pull-never", "--ulimit", "nofile=1024:1024")
     run(*BUILDAH, "build", *options, "--tag", IMAGE, "--file", dockerfile, ".")
-    return IMAGE
+    yield IMAGE
+    run(*BUILDAH, "rmi", IMAGE)
 
 
 TWO_HOSTS = """
