@@ -8,7 +8,7 @@
 # `make test-device`  compiles the kernels for GPUs, without a GPU: it needs NVRTC and Triton (700 MB).
 # `make test-torch VERSION=2.10.0`  tests the backend of torch.distributed on that version, in build/torch-2.10.0.
 # `make test-gpu`  runs tests/gpu on the GPU of this host. CUDA=12 takes the CuPy for CUDA 12.
-# `make release`  builds the sdist and the wheels in dist/, and tries them; it needs qemu-user-static.
+# `make release`  builds the sdist and the wheels in dist/, and tries them and the recipes. See tools/release.py for what it needs.
 # `make soak`  runs the tests that repeat for long. Continuous integration does not.
 #
 # An environment is made once, and again when pyproject.toml or the calls in C change: a stamp file has the date. PYTHON chooses the

@@ -5,7 +5,8 @@
 - They are judged: auditwheel, abi3audit, check-wheel-contents, twine; and the texts beside them: validate-pyproject,
   check-jsonschema. A wheel without the part in C is refused: `setup.py` lets a failed compiler pass, because fompi
   also works without that part.
-- tests/release installs and runs them, each in an empty environment: needs `apt-get install qemu-user-static`.
+- tests/release installs and runs them, each in an empty environment, and tries the recipes of tools/recipes. It needs
+  `apt-get install qemu-user-static buildah mmdebstrap`.
 
 The tools are in build/release. `--no-tests` only builds and judges.
 """
@@ -24,6 +25,7 @@ from argparse import ArgumentParser
 from collections.abc import Mapping
 from os import environ
 from pathlib import Path
+from urllib.parse import urlsplit
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD, DIST = ROOT / "build/release", ROOT / "dist"
@@ -99,13 +101,18 @@ def build_wheel(source: Path, architecture: str) -> Path:
     return wheel
 
 
+def belongs(name: str) -> bool:
+    """Whether a file is for users: the package and its metadata, but no test, no tool, and no table of a bench."""
+    is_code = name.startswith("fompi/") and name.endswith((".py", ".pyi", ".cu", ".so", "/py.typed"))
+    return name.startswith("fompi-") or (is_code and "/test" not in name)
+
+
 def judge(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     if "fompi/native/_native.abi3.so" not in names:
         sys.exit(f"{wheel.name} has no part in C: its compiler failed. See the output of the command that built it.")
-    foreign = [name for name in names if not name.startswith(("fompi/", "fompi-"))]
-    if foreign:
-        sys.exit(f"{wheel.name} holds what is not of fompi: {', '.join(foreign)}")
+    if strange := [name for name in names if not belongs(name)]:
+        sys.exit(f"{wheel.name} holds what a user does not need: {', '.join(strange)}")
     shown = tool("auditwheel", "show", wheel)
     if f'"{wheel.stem.split("-")[-1]}"' not in shown.replace("\n", " "):
         sys.exit(f"{shown}\n{wheel.name} needs more than its name says.")
@@ -121,6 +128,12 @@ def judge_texts() -> None:
         ("citation-file-format", [ROOT / "CITATION.cff"]),
     ):
         tool("check-jsonschema", "--builtin-schema", f"vendor.{schema}", *found)
+
+
+def placeholders() -> list[str]:
+    """The names in `[project.urls]` that have no address yet: example.* are hosts that nobody can have."""
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    return [name for name, url in urls.items() if urlsplit(url).netloc.startswith("example.")]
 
 
 def main() -> None:
@@ -145,6 +158,8 @@ def main() -> None:
         print(run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/release"))
     for path in (sdist, *built):
         print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1024:.0f} KiB")
+    if missing := placeholders():
+        print(f"Not ready for an upload: {', '.join(missing)} of [project.urls] in pyproject.toml are placeholders.")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One word for one thing: class names, and the glossary."""
+"""One word for one thing: class names, the glossary, and the table of names that have changed."""
 
 from __future__ import annotations
 
@@ -41,6 +41,10 @@ def entries():
 
 @pytest.mark.parametrize(("word", "path"), [*entries()])
 def test_the_glossary_says_where_the_code_has_it(word, path):
+    assert exists(path)
+
+
+def exists(path):
     parts = path.split(".")
     for at in range(len(parts), 0, -1):
         try:
@@ -49,10 +53,19 @@ def test_the_glossary_says_where_the_code_has_it(word, path):
         except ModuleNotFoundError:
             continue
     for name in parts[at:]:
-        found = getattr(found, name)
-    assert found is not None
+        found = getattr(found, name, None)
+    return found is not None
 
 
 def test_the_glossary_has_each_word_once():
     words = [word for word, _ in entries()]
     assert len(words) == len({*words}) and len(words) > 30
+
+
+def test_a_name_that_has_changed_has_its_new_name_only():
+    """CHANGES.md, the tables of old and new names. (Those of `fompi.torch` need torch.)"""
+    tables = re.findall(r"^\| (?!old|---)(.*) \| (.*) \|$", (HOUSE.parent / "CHANGES.md").read_text(), re.MULTILINE)
+    old, new = ({*re.findall(r"`(fompi\.(?!torch)[\w.]+)`", " ".join(cells))} for cells in zip(*tables, strict=True))
+    assert len(old) > 8 and len(new) > 8
+    assert {path for path in old if exists(path)} == set()
+    assert {path for path in new if not exists(path)} == set()

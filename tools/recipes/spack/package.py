@@ -1,9 +1,10 @@
 # A package for Spack: `fompi` on the MPI and the Python of the site.
 #
 #   spack create --name py-fompi --template python     # once; then this file in its place
-#   spack install py-fompi ^mpich
+#   spack dev-build py-fompi@main ^mpich               # in a checkout: the project has no address to fetch from yet
 #
-# Not run here: Spack is not on the machine of the tests.
+# Run by tests/pure: this file, with a stand-in for Spack; what it depends on is compared with pyproject.toml.
+# Not run: Spack.
 
 from spack.package import *
 
@@ -19,7 +20,7 @@ class PyFompi(PythonPackage):
     depends_on("python@3.11:", type=("build", "run"))
     depends_on("py-setuptools@77:", type="build")
     depends_on("py-numpy@1.26:", type=("build", "run"))
-    depends_on("py-mpi4py@4:", type=("build", "run"))
+    depends_on("py-mpi4py@4.0:", type=("build", "run"))
     depends_on("mpi", type="run")
 
     import_modules = ["fompi", "fompi.native._native"]
