@@ -25,6 +25,7 @@ from fompi.base.doors import DOORS
 from fompi.base.errors import LaunchError
 from fompi.base.layout import MOST_NBYTES
 from fompi.mpi import environment, launcher, pmi
+from fompi.mpi.ucx import UCX, WORLD, share_by
 
 _INSTALL = (
     "on a laptop `pip install mpi4py mpich`; on a cluster load the site's MPI module, "
@@ -68,14 +69,17 @@ class GpuAwareness:
     source: str
 
 
-def start_mpi() -> ModuleType:
+def start_mpi() -> Any:
     """The module `mpi4py.MPI`. Starts MPI if it is not running yet.
 
     Raises LaunchError if there is no MPI library, or if the launcher does not fit the library. The message says what
     to do.
     """
     MPI = load_mpi()
-    if not MPI.Is_initialized() and _is_bridged(MPI):
+    if MPI is UCX:
+        if not MPI.Is_initialized():
+            _start_ucx()
+    elif not MPI.Is_initialized() and _is_bridged(MPI):
         launch = launcher.detect()
         seconds = launcher.timeout()
         _start_bridged(MPI, DOORS.store_of_torchrun(seconds), launch.rank or 0, launch.size or 1, seconds)
@@ -117,6 +121,8 @@ def start_by_store(store: Callable[[], pmi.KeyValueStore], rank: int, size: int,
     process does not come within `seconds`.
     """
     MPI, launch = load_mpi(), launcher.detect()
+    if MPI is UCX and not MPI.Is_initialized() and size > 1:
+        WORLD.start(rank, size, share_by(store(), rank, size, seconds))
     loaded = _library(MPI)
     if MPI.Is_initialized() or not launcher.must_meet(launch, size, os.environ, loaded.name):
         return
@@ -131,6 +137,11 @@ def start_by_store(store: Callable[[], pmi.KeyValueStore], rank: int, size: int,
     if size > 1:
         os.environ[launcher.MET] = str(os.getpid())
         _start_bridged(MPI, store(), rank, size, seconds)
+
+
+def carrier_functions() -> tuple[int, ...] | None:
+    """The addresses of the functions that calls in C use in place of those of MPI, once UCX has started."""
+    return WORLD.worker.addresses if load_mpi() is UCX else None
 
 
 def library() -> MpiLibrary:
@@ -279,8 +290,30 @@ def gather_at_exit(data: bytes, rank: int, seconds: float) -> dict[int, bytes]:
 
 
 @cache
-def load_mpi() -> ModuleType:
-    """The module `mpi4py.MPI`, without starting MPI at import. The launcher is checked before MPI starts."""
+def load_mpi() -> Any:
+    """The module `mpi4py.MPI`, without starting MPI at import, or what stands for it with FOMPI_CARRIER=ucx."""
+    return UCX if environment.value("FOMPI_CARRIER") == "ucx" else _load_mpi4py()
+
+
+def _start_ucx() -> None:
+    """Connect the processes by UCX: those of torchrun by its store, those of a launcher of MPI by MPI."""
+    launch, seconds = launcher.detect(), launcher.timeout()
+    rank, size = launch.rank or 0, launch.size or 1
+    if launch.launcher == "torchrun" and size > 1:
+        WORLD.start(rank, size, share_by(DOORS.store_of_torchrun(seconds), rank, size, seconds))
+    elif launcher.starts_mpi(os.environ):
+        MPI = _load_mpi4py()
+        if not MPI.Is_initialized():
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        comm = MPI.COMM_WORLD
+        WORLD.start(comm.Get_rank(), comm.Get_size(), comm.allgather)
+    else:
+        WORLD.start(0, 1, lambda own: [own])
+
+
+@cache
+def _load_mpi4py() -> ModuleType:
+    """The module `mpi4py.MPI`. The launcher is checked before MPI starts."""
     try:
         import mpi4py
 
