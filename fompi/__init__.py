@@ -67,6 +67,7 @@ from fompi.base.version import __version__ as __version__
 from fompi.engine import frames
 from fompi.engine.communicator import Communicator
 from fompi.engine.mesh import Mesh
+from fompi.engine.native import say_if_missing
 from fompi.engine.stop import Stop
 from fompi.model.machine import Machine
 from fompi.model.simulate import simulate
@@ -147,6 +148,7 @@ DOORS.report = _late("fompi.runtime.report", "of_environment")
 DOORS.communicator_of_torch = _late("fompi.torch.groups", "communicator")
 DOORS.store_of_torchrun = _late("fompi.torch.store", "of_torchrun")
 frames.install()
+say_if_missing()
 
 
 _PACKAGES = ("torch", "jax", "parallel", "plans", "model", "traces")

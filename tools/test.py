@@ -47,8 +47,9 @@ MARKS = "<!-- the times of the legs -->", "<!-- end -->"
 
 MPIS = ("mpich", "openmpi")
 ENVIRONMENTS = {"quick": ROOT / ".venv-quick", "mpich": ROOT / ".venv", "openmpi": ROOT / ".venv-openmpi"}
-READY = {"quick": ".ready-quick", "mpich": ".ready-test", "openmpi": ".ready-test"}
-RANK = {"mpich": "PMI_RANK", "openmpi": "OMPI_COMM_WORLD_RANK"}
+ENVIRONMENTS["abi"] = ROOT / ".venv-abi"
+READY = {"quick": ".ready-quick", "mpich": ".ready-test", "openmpi": ".ready-test", "abi": ".ready-test"}
+RANK = {"mpich": "PMI_RANK", "openmpi": "OMPI_COMM_WORLD_RANK", "abi": "PMI_RANK"}
 
 VARIABLES = {
     # Compiled modules are kept, here: without them each process that imports PyTorch compiles it for seconds.
@@ -168,6 +169,12 @@ def legs() -> tuple[Leg, ...]:
     for row, name, marks in ((WAITS, "lab", "not measures"), (ALONE, "links", "measures")):
         found += [Leg(f"{name}-{mpi}", mpi, 240, lab, row=row, marks=marks) for mpi in MPIS]
     return tuple(found)
+
+
+def on_request() -> tuple[Leg, ...]:
+    """Legs that run only where `--leg` has their whole name: the environment of this one takes minutes to make."""
+    files = (f"tests/mpi/test_{name}.py" for name in ("operations", "native", "bound_call", "ticket"))
+    return (Leg("mpi-abi-2", "abi", 120, ("--with-mpi", *files), ranks=2),)
 
 
 def make_environments(chosen: Iterable[Leg]) -> list[Result]:
@@ -365,8 +372,9 @@ def select(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list
         )
 
     selected = [leg for leg in legs() if wanted(leg)]
+    selected += [leg for leg in on_request() if leg.name in (options.leg or ())]
     if not selected:
-        parser.error(f"no such leg. The legs are {', '.join(leg.name for leg in legs())}")
+        parser.error(f"no such leg. The legs are {', '.join(leg.name for leg in (*legs(), *on_request()))}")
     return selected
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ import numpy as np
 from fompi.base.errors import FompiError, WaitTimeout
 from fompi.base.layout import Shard, Spec
 from fompi.base.tables import Table
-from fompi.cli import info
+from fompi.cli import info, up
 from fompi.cli.facts import collect
 from fompi.cli.findings import (
     BETWEEN,
@@ -45,6 +46,7 @@ from fompi.cli.output import Progress, UsageError, show, show_json
 from fompi.engine import faults
 from fompi.engine.communicator import Communicator
 from fompi.engine.progress import unaided_share
+from fompi.hosts import start
 from fompi.model import fit
 from fompi.model.fit import Pairs
 from fompi.model.machine import Level
@@ -332,6 +334,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, metavar="S", help=f"the time for its measurements ({SECONDS:g})"
     )
+    parser.add_argument(
+        "--hosts", nargs="+", metavar="HOST", help="first look at these over ssh, as `up`, and start there"
+    )
+    parser.add_argument("--ssh", default="ssh", metavar="COMMAND", help="with --hosts: another ssh: 'ssh -p 2222'")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -339,6 +345,10 @@ def run(options: argparse.Namespace) -> int:
     seconds = options.seconds
     if not seconds > 0:
         raise UsageError(f"--seconds {seconds:g}: give a number above 0")
+    if options.hosts:
+        program = (sys.executable, "-m", "fompi", "doctor", "--seconds", f"{seconds:g}", *["--json"] * options.json)
+        request = up.HostsRequest(start.hosts_of(options.hosts), program, tuple(shlex.split(options.ssh)))
+        return up.up(request, is_quiet=options.json)
     with _Watchdog(seconds + GRACE_SECONDS) as watchdog:
         watchdog.step = "MPI starts"
         given = collect()

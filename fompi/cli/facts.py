@@ -105,6 +105,7 @@ def _mpi_facts() -> dict[str, Any]:
         "standard": library.standard,
         "description": library.description,
         "path": library.path,
+        "other_libraries": transport.other_libraries(),
         "mpirun": library.mpirun,
         "thread_requested": requested,
         "thread_provided": provided,

@@ -176,6 +176,7 @@ def _mpi_lines(mpi: dict[str, Any] | None) -> list[tuple[str, str]]:
     return [
         ("MPI", f"{mpi['library']} {mpi['version']} (standard {mpi['standard']})"),
         ("library", mpi["path"] or "at an unknown path"),
+        *(("not used", f"{path}: loaded, but mpi4py calls the library above") for path in mpi["other_libraries"]),
         ("threads", f"{mpi['thread_provided']} ({mpi['thread_requested']} requested)"),
         ("GPU-aware", f"{_YES_NO[mpi['gpu_aware']]} ({mpi['gpu_aware_source']})"),
         ("tags", f"up to {mpi['tag_upper_bound']}"),

@@ -39,13 +39,15 @@ class Parser(argparse.ArgumentParser):
 class Command(NamedTuple):
     """A subcommand. With `on_ranks` it runs on all ranks of an MPI job, and the ranks must agree on an error.
 
-    With `starts_mpi` it looks at the job by itself, whatever is wrong with it.
+    With `starts_mpi` it looks at the job by itself, whatever is wrong with it. With `runs_program` the words after `--`
+    are a program, in `options.program`.
     """
 
     module: str
     summary: str
     on_ranks: bool = False
     starts_mpi: bool = False
+    runs_program: bool = False
 
 
 COMMANDS = {
@@ -65,6 +67,7 @@ COMMANDS = {
     ),
     "calibrate": Command("fompi.cli.calibrate", "measure the machine, for mpirun: writes JSON", on_ranks=True),
     "try": Command("fompi.bench.trial", "what overlap gains here for a shape of your own", on_ranks=True),
+    "up": Command("fompi.cli.up", "look at machines over ssh, choose their network, start a job", runs_program=True),
     "slurm": Command("fompi.cli.slurm", "print a job script for Slurm"),
     "bench": Command("fompi.bench.command", "benchmarks, for mpirun", on_ranks=True),
 }
@@ -125,7 +128,11 @@ def _parse(
         module = import_module(command.module)
         module.add_arguments(parsers[arguments[0]])
         parsers[arguments[0]].epilog = f"for example: {module.EXAMPLE.format(program())}"
-    options, unknown = parser.parse_known_args(arguments)
+    words: list[str] = []
+    if command is not None and command.runs_program and "--" in arguments:
+        cut = arguments.index("--")
+        arguments, words = arguments[:cut], arguments[cut + 1 :]
+    options, unknown = parser.parse_known_args(arguments, argparse.Namespace(program=words))
     if unknown or module is None:
         used = parsers.get(arguments[0], parser)
         known = [name[2:] for name in used._option_string_actions if name.startswith("--")]  # dashes make all alike

@@ -17,22 +17,40 @@ from pathlib import Path
 
 from fompi.base.errors import LaunchError
 from fompi.cli.output import UsageError
+from fompi.mpi.launcher import PLUGINS
 
 EXAMPLE = "{} slurm --nodes 2 --ranks-per-node 4 --cpus-per-rank 4 -- train.py --epochs 9 > train.sbatch"
 
-PLUGINS = {"MPICH": "pmi2", "MVAPICH": "pmi2", "Intel MPI": "pmi2", "Cray MPICH": "cray_shasta", "Open MPI": "pmix"}
-"""The option --mpi of srun for each MPI library."""
+PROTOCOLS = {
+    ("MPICH", "pmi2"): (
+        "# Slurm's plug-in pmi2 speaks PMI-1 and PMI-2. MPICH uses PMI-1 there: MPICH 5 deprecates PMI-2.",
+        "export MPIR_CVAR_PMI_VERSION=1",
+    ),
+    ("MPICH", "pmix"): (
+        "# This MPICH uses PMIx, which Slurm's plug-in pmix speaks.",
+        "export MPIR_CVAR_PMI_VERSION=x",
+    ),
+    ("Open MPI", "pmix"): ("# Open MPI uses PMIx, which Slurm's plug-in pmix speaks.",),
+}
+"""How the ranks of a library find each other under a plug-in: lines of the script. Without these MPICH guesses."""
+
+MPIRUNS = ("MPICH", "Open MPI")
+"""The libraries whose own mpirun starts the ranks if Slurm lacks their plug-in."""
 
 LOOK_SECONDS = 10
 
 
 @dataclass(frozen=True)
 class SlurmFacts:
-    """The MPI library, whether it is a wheel, and the plug-ins of srun. None: there is no Slurm here."""
+    """The MPI library, whether it is a wheel, and the plug-ins of srun. None: there is no Slurm here.
+
+    `has_pmix` is True for an MPICH that is linked to PMIx. That of a wheel is not.
+    """
 
     library: str
     is_wheel: bool = False
     plugins: tuple[str, ...] | None = None
+    has_pmix: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,23 +88,24 @@ class JobRequest:
 
 def script(facts: SlurmFacts, job: JobRequest, command: str = "fompi slurm") -> str:
     """The job script. `command` is how it was asked for."""
-    start = _start(facts, job)
+    plugin = _plugin(facts, job)
+    start = f"srun --mpi={plugin}" if plugin else f"mpirun -n {job.ranks} --bind-to none"
     python = f"{_inside(job)}python"
     program = shlex.join(job.program)
     if job.program[0].endswith(".py"):
         program = f"python {program}"
     parts = [
-        _head(facts, job, command, start),
+        _head(facts, job, command, plugin),
         _environment(facts, job),
-        _variables(facts, job),
+        _variables(facts, job, plugin),
         f"# This must be one job of {job.ranks} ranks. A wrong --mpi would make it {job.ranks} jobs of one rank.\n"
         f"{start} {python} -m fompi info --expect {job.ranks}",
-        _run(job, start, f"{start} {_inside(job)}{program}"),
+        _run(job, plugin, f"{start} {_inside(job)}{program}"),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _head(facts: SlurmFacts, job: JobRequest, command: str, start: str) -> str:
+def _head(facts: SlurmFacts, job: JobRequest, command: str, plugin: str) -> str:
     options = {
         "job-name": job.name,
         "nodes": job.nodes,
@@ -113,7 +132,7 @@ def _head(facts: SlurmFacts, job: JobRequest, command: str, start: str) -> str:
     if job.resume:
         lines += [
             "# Two minutes before the time limit the ranks get SIGUSR1, for fompi.Stop. The next run appends.",
-            f"#SBATCH --signal={'B:' * _is_mpirun(start)}USR1@120",
+            f"#SBATCH --signal={'' if plugin else 'B:'}USR1@120",
             "#SBATCH --requeue",
             "#SBATCH --open-mode=append",
         ]
@@ -141,7 +160,7 @@ def _environment(facts: SlurmFacts, job: JobRequest) -> str:
     )
 
 
-def _variables(facts: SlurmFacts, job: JobRequest) -> str:
+def _variables(facts: SlurmFacts, job: JobRequest, plugin: str) -> str:
     lines = [
         "# BLAS and Numba start one thread for each core of a rank.",
         f"export OMP_NUM_THREADS={job.cpus_per_rank} OPENBLAS_NUM_THREADS={job.cpus_per_rank}",
@@ -149,6 +168,7 @@ def _variables(facts: SlurmFacts, job: JobRequest) -> str:
         f"export SRUN_CPUS_PER_TASK={job.cpus_per_rank}",
         "# A rank that is killed ends the job. Otherwise the other ranks would wait for it.",
         "export SLURM_KILL_BAD_EXIT=1",
+        *PROTOCOLS.get((facts.library, plugin), ()),
     ]
     if facts.library == "Intel MPI":
         lines += [
@@ -163,20 +183,18 @@ def _variables(facts: SlurmFacts, job: JobRequest) -> str:
     return "\n".join(lines)
 
 
-def _start(facts: SlurmFacts, job: JobRequest) -> str:
-    """What starts the ranks: srun with the plug-in of the library, or the library's mpirun if Slurm lacks it."""
-    plugin = job.mpi if job.mpi != "auto" else PLUGINS.get(facts.library, "pmi2")
+def _plugin(facts: SlurmFacts, job: JobRequest) -> str:
+    """The plug-in of srun for the library. Empty if Slurm lacks it, and the library's own mpirun starts the ranks."""
     known = facts.plugins
-    if known is not None and plugin not in known:
-        if job.mpi != "auto":
-            raise LaunchError(f"this Slurm has no --mpi={plugin}; it has {', '.join(known)}")
-        if facts.library == "Open MPI":
-            return f"mpirun -n {job.ranks} --bind-to none"
-    return f"srun --mpi={plugin}"
-
-
-def _is_mpirun(start: str) -> bool:
-    return start.startswith("mpirun ")
+    if job.mpi != "auto":
+        if known is not None and job.mpi not in known:
+            raise LaunchError(f"this Slurm has no --mpi={job.mpi}; it has {', '.join(known)}")
+        return job.mpi
+    usual = PLUGINS.get(facts.library, "pmi2")
+    for plugin in ("pmix", usual) if facts.has_pmix else (usual,):
+        if known is None or plugin in known:
+            return plugin
+    return "" if facts.library in MPIRUNS else usual
 
 
 def _inside(job: JobRequest) -> str:
@@ -184,10 +202,10 @@ def _inside(job: JobRequest) -> str:
     return f"apptainer exec {gpus}{shlex.quote(job.container)} " if job.container else ""
 
 
-def _run(job: JobRequest, start: str, command: str) -> str:
+def _run(job: JobRequest, plugin: str, command: str) -> str:
     if not job.resume:
         return command
-    if _is_mpirun(start):  # the signal of Slurm would end its daemons
+    if not plugin:  # the signal of Slurm would end its daemons
         running = [
             "# mpirun passes the signal on to the ranks. `wait` ends when a signal arrives.",
             f"{command} &",
@@ -227,7 +245,8 @@ def look() -> SlurmFacts:
     is_wheel = (
         library.path is not None and Path(library.path).is_relative_to(sys.prefix) and sys.prefix != sys.base_prefix
     )
-    return SlurmFacts(library.name, is_wheel, _plugins())
+    has_pmix = library.name == "MPICH" and hasattr(transport.functions(), "PMIx_Init")
+    return SlurmFacts(library.name, is_wheel, _plugins(), has_pmix)
 
 
 def _plugins() -> tuple[str, ...] | None:
@@ -312,11 +331,9 @@ def run(options: argparse.Namespace) -> int:
         )
     facts = look()
     text = script(facts, job, shlex.join(["fompi", *sys.argv[1:]]))
-    plugin = PLUGINS.get(facts.library, "pmi2")
-    if job.mpi == "auto" and facts.plugins is not None and plugin not in facts.plugins:
-        print(
-            f"fompi: this Slurm has no --mpi={plugin} for {facts.library}; it has {', '.join(facts.plugins)}",
-            file=sys.stderr,
-        )
+    if facts.plugins is not None and (plugin := _plugin(facts, job)) not in facts.plugins:
+        lacks = f"this Slurm has no --mpi={plugin or PLUGINS[facts.library]} for {facts.library}"
+        instead = "" if plugin else ": the script starts the ranks by mpirun"
+        print(f"fompi: {lacks}; it has {', '.join(facts.plugins)}{instead}", file=sys.stderr)
     print(text, end="")
     return 0

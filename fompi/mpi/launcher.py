@@ -36,14 +36,8 @@ _LAUNCHER_NAMES = {
 _OWN_LAUNCHER = {"MPICH": "hydra", "MVAPICH": "hydra", "Intel MPI": "intel", "Open MPI": "openmpi"}
 """The launcher that is installed with each MPI library."""
 
-_SRUN = {
-    "MPICH": "`srun --mpi=pmi2`",
-    "MVAPICH": "`srun --mpi=pmi2`",
-    "Cray MPICH": "`srun --mpi=cray_shasta`",
-    "Intel MPI": "`srun --mpi=pmi2` with I_MPI_PMI_LIBRARY set to Slurm's libpmi2.so",
-    "Open MPI": "`srun --mpi=pmix`",
-}
-"""How Slurm must start each MPI library."""
+PLUGINS = {"MPICH": "pmi2", "MVAPICH": "pmi2", "Intel MPI": "pmi2", "Cray MPICH": "cray_shasta", "Open MPI": "pmix"}
+"""The option --mpi of srun for each MPI library."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +222,7 @@ def refusal(environ: Mapping[str, str], library_name: str, mpirun: str | None = 
     """One line with cause and fix if MPI_Init would end the process, else None.
 
     MPICH without PMIx ends the process in MPI_Init if PMIX_NAMESPACE is set. The mpirun of Open MPI and
-    `srun --mpi=pmix` set it. It stays set if MPICH's own mpirun runs inside one of them.
+    `srun --mpi=pmix` set it. It stays set if MPICH's own mpirun, or a job script, runs inside one of them.
     """
     if is_orphan(environ, library_name):
         alone = " FOMPI_SINGLETONS=1" if is_child(environ) else ""  # the variables of torchrun are still set, too
@@ -240,7 +234,12 @@ def refusal(environ: Mapping[str, str], library_name: str, mpirun: str | None = 
     if library_name not in ("MPICH", "MVAPICH") or "PMIX_NAMESPACE" not in environ:
         return None
     if "PMI_SIZE" in environ:
-        return f"{library_name} does not start while PMIX_NAMESPACE of an outer launcher is set: unset it before mpirun"
+        if environ.get("MPIR_CVAR_PMI_VERSION") == "1":  # MPICH looks for PMI-1 only
+            return None
+        return (
+            f"{library_name} does not start while PMIX_NAMESPACE of an outer launcher is set: unset it before mpirun, "
+            "or set MPIR_CVAR_PMI_VERSION=1"
+        )
     launch = detect(environ)
     name = _LAUNCHER_NAMES.get(launch.launcher, "a PMIx launcher")
     return f"{name} cannot start {library_name} this way: {_fix(launch, library_name, mpirun)}"
@@ -331,7 +330,11 @@ def _why(launch: LaunchVariables, library_name: str) -> str:
 
 
 def _fix(launch: LaunchVariables, library_name: str, mpirun: str | None) -> str:
-    own_srun = _SRUN.get(library_name, f"the `srun --mpi=...` that {library_name} was built for")
+    own_srun = f"`srun --mpi={PLUGINS.get(library_name, '...')}`"
+    if library_name not in PLUGINS:
+        own_srun = f"the {own_srun} that {library_name} was built for"
+    elif library_name == "Intel MPI":
+        own_srun += " with I_MPI_PMI_LIBRARY set to Slurm's libpmi2.so"
     own_mpirun = f"the mpirun of {library_name}" + (f", {mpirun}" if mpirun else "")
     if launch.launcher == "srun":
         return f"use {own_srun} (`srun --mpi=list` shows what this Slurm supports)"

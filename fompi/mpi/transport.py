@@ -149,6 +149,34 @@ def library() -> MpiLibrary:
     return _library(load_mpi())
 
 
+def other_libraries() -> list[str]:
+    """The other files in this process whose names begin with "libmpi": those of another MPI, or of a part of it."""
+    own = os.path.realpath(_library_path() or "")  # the linker may know it by a link
+    return sorted(path for path in _mapped() if Path(path).name.startswith("libmpi") and path != own)
+
+
+@cache
+def functions() -> ctypes.CDLL:
+    """The functions that mpi4py calls, and others of the same MPI library. Loads nothing.
+
+    They are in the library that the module of mpi4py is linked to. If another one was loaded for the whole process
+    before, as by LD_PRELOAD, the linker has given mpi4py that one: it says another version.
+    """
+    MPI = load_mpi()
+    own, everywhere = ctypes.CDLL(MPI.__file__), ctypes.CDLL(None)
+    said = MPI.Get_library_version().rstrip("\0\n ")
+    return everywhere if _version_of(own) != said == _version_of(everywhere) else own
+
+
+def _version_of(library: ctypes.CDLL) -> str | None:
+    """What an MPI library says of itself. None if these are no functions of MPI."""
+    if not hasattr(library, "PMPI_Get_library_version"):
+        return None
+    text = ctypes.create_string_buffer(1 << 14)  # MPI_MAX_LIBRARY_VERSION_STRING is 8192 at most
+    library.PMPI_Get_library_version(text, ctypes.byref(ctypes.c_int()))
+    return text.value.decode(errors="replace").rstrip("\n ")
+
+
 def message_limit_nbytes() -> int:
     """The most bytes of one message to another host. With larger ones, two ranks of Open MPI would send in turns."""
     return EAGER_TCP_NBYTES if library().name == "Open MPI" else MOST_NBYTES
@@ -173,12 +201,18 @@ def unlink_segments() -> None:
     The caller knows that all ranks of MPI_COMM_WORLD have started MPI: nobody opens these names any more. Processes
     that MPI_Comm_spawn starts have names of their own.
     """
-    with suppress(OSError):  # there is no /proc
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            *_, inode, path = line.split(maxsplit=5) if "/" in line else ("", "")
-            with suppress(OSError):  # another rank has removed it
-                if path.startswith(_SEGMENTS) and os.stat(path).st_ino == int(inode):
-                    os.unlink(path)
+    for path, inode in _mapped().items():
+        with suppress(OSError):  # another rank has removed it
+            if path.startswith(_SEGMENTS) and os.stat(path).st_ino == inode:
+                os.unlink(path)
+
+
+def _mapped() -> dict[str, int]:
+    """The files that are mapped into this process, with their inodes. None without /proc."""
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    return {path: int(inode) for inode, path in (line.split(maxsplit=5)[4:] for line in lines if "/" in line)}
 
 
 def all_ranks_arrive(seconds: float) -> bool:
@@ -215,11 +249,10 @@ def gpu_awareness(choice: str = "auto") -> GpuAwareness:
     if choice in ("0", "1"):
         return GpuAwareness(choice == "1", f"FOMPI_GPU_AWARE={choice}")
     MPI = start_mpi()
-    symbols = ctypes.CDLL(MPI.__file__)  # a lookup here also searches libmpi, which it is linked to
     queries = [f"MPIX_Query_{kind}_support" for kind in ("cuda", "hip", "rocm")]
-    known = [name for name in queries if hasattr(symbols, name)]
+    known = [name for name in queries if hasattr(functions(), name)]
     for name in known:
-        if symbols[name]():
+        if functions()[name]():
             return GpuAwareness(True, name)
     info = MPI.COMM_WORLD.Get_info()
     kinds = info.Get("mpi_memory_alloc_kinds") or ""  # MPI 4.1
@@ -368,8 +401,8 @@ def _start_bridged(MPI: ModuleType, store: pmi.KeyValueStore, rank: int, size: i
     loaded = _library(MPI)
     job = pmi.meet(store, rank, size, pmi.node_of(os.environ), f"{loaded.name} {loaded.version}", seconds)
     bridge = pmi.connect(job, os.environ, seconds)
-    functions, level = ctypes.CDLL(MPI.__file__), getattr(MPI, f"THREAD_{_requested_thread_level().upper()}")
-    code = functions.MPI_Init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
+    level = getattr(MPI, f"THREAD_{_requested_thread_level().upper()}")
+    code = functions().MPI_Init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
     if code:
         raise LaunchError(
             f"MPI_Init of {loaded.name} failed with the error {code}: fompi has connected {size} processes"
@@ -383,7 +416,7 @@ def _start_bridged(MPI: ModuleType, store: pmi.KeyValueStore, rank: int, size: i
     def end() -> None:
         leaving.wait()
         try:
-            functions.MPI_Finalize()
+            functions().MPI_Finalize()
             bridge.finalised()
             pmi.leave(job)
         finally:
@@ -408,7 +441,7 @@ def _refuse_foreign_launcher(MPI: ModuleType) -> None:
     if reason:
         raise LaunchError.everywhere(reason)
     reason = launcher.refusal(os.environ, loaded.name, loaded.mpirun)
-    if reason and not hasattr(ctypes.CDLL(MPI.__file__), "PMIx_Init"):  # an MPICH with PMIx would start
+    if reason and not hasattr(functions(), "PMIx_Init"):  # an MPICH with PMIx would start
         is_orphan = launcher.is_orphan(os.environ, loaded.name)
         raise LaunchError(reason) if is_orphan else LaunchError.everywhere(reason)
 
@@ -419,7 +452,7 @@ def _library(MPI: ModuleType) -> MpiLibrary:
     if "CRAY MPICH" in description.upper():  # based on MPICH, with its own launcher
         name = "Cray MPICH"
     standard = MPI.Get_version()
-    path = _library_path(MPI)
+    path = _library_path()
     return MpiLibrary(name, _dotted(version), _dotted(standard), description, path, _mpirun_of(path))
 
 
@@ -438,11 +471,11 @@ class _SymbolInfo(ctypes.Structure):
     )
 
 
-def _library_path(MPI: ModuleType) -> str | None:
+def _library_path() -> str | None:
     """The file of the loaded libmpi: the file that contains its functions."""
     info = _SymbolInfo()
     try:  # the PMPI_ name: a profiler may replace the MPI_ names
-        address = ctypes.cast(ctypes.CDLL(MPI.__file__).PMPI_Get_library_version, ctypes.c_void_p)
+        address = ctypes.cast(functions().PMPI_Get_library_version, ctypes.c_void_p)
         found = ctypes.CDLL(None).dladdr(address, ctypes.byref(info))
     except AttributeError:
         return None

@@ -59,6 +59,15 @@ def test_the_wheelhouse_holds_fompi_and_what_it_needs(dry):
         assert f"pip install --no-index --find-links wheelhouse 'fompi{extras}'" in commands
 
 
+def test_mpi4py_for_the_standard_abi_is_compiled_once(dry):
+    """Only if no wheel of it is kept. It is there before fompi is installed, which would get another one."""
+    commands = dry(".venv-abi/.ready-test")
+    kept, compiled, installed = map(
+        commands.index, ("--find-links build/wheels", "MPICC=mpicc_abi", "-e '.[mpich,quick]'")
+    )
+    assert kept < compiled < installed
+
+
 def test_advice_names_commands_that_work_in_a_checkout():
     """fompi is on no index, so an extra of it is installed from the checkout: every named extra exists."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

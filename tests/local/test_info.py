@@ -46,6 +46,7 @@ FACTS = {
         "standard": "5.0",
         "description": "MPICH Version: 5.0.2\nMPICH Device: ch4",
         "path": "/env/lib/libmpi.so.12",
+        "other_libraries": ["/other/lib/libmpi.so.40"],
         "mpirun": "/env/bin/mpirun",
         "thread_requested": "multiple",
         "thread_provided": "serialized",
@@ -86,6 +87,7 @@ cupy       not installed
 
 MPI        MPICH 5.0.2 (standard 5.0)
 library    /env/lib/libmpi.so.12
+not used   /other/lib/libmpi.so.40: loaded, but mpi4py calls the library above
 threads    serialized (multiple requested)
 GPU-aware  yes (FOMPI_GPU_AWARE=1)
 tags       up to 536870911
@@ -361,6 +363,64 @@ def test_the_text_of_one_rank_begins_with_versions():
     lines = run(RUN).splitlines()
     assert lines[0].startswith("fompi ")
     assert f"python     {sys.version.split()[0]}" in lines
+
+
+WITHOUT_C = "import sys; sys.modules['fompi.native._native'] = None; sys.stderr = sys.stdout; import fompi"
+
+
+def test_there_is_no_part_in_c():
+    """As after an installation without a compiler. An import says so with FOMPI_DEBUG=1, once in a job."""
+    why = "fompi was installed without a C compiler: install one, then fompi again\n"
+    started = [sys.executable, "-c", WITHOUT_C]
+    second = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
+    assert run(started) == run(started, FOMPI_DEBUG="1", **second) == ""
+    assert run(started, FOMPI_DEBUG="1") == f"fompi: calls run in Python: {why}"
+    info = [sys.executable, "-c", f"{WITHOUT_C}; from fompi.cli.main import main; main(['info'])"]
+    assert f"\nengine     Python: {why}" in run(info)
+
+
+OTHER_MPI = """
+#include <string.h>
+#define FUNCTION(name) int name(void) { return 7; } int P##name(void) { return 7; }
+FUNCTION(MPI_Isend) FUNCTION(MPI_Issend) FUNCTION(MPI_Irecv) FUNCTION(MPI_Test) FUNCTION(MPI_Testsome)
+int MPI_Get_library_version(char *text, int *length) { strcpy(text, "Other MPI"); *length = 9; return 0; }
+int PMPI_Get_library_version(char *text, int *length) { return MPI_Get_library_version(text, length); }
+"""
+
+LOADS_BOTH = """
+import ctypes, json, sys
+path, mode, when = sys.argv[1], getattr(ctypes, sys.argv[2]), sys.argv[3]
+if when == "before":
+    ctypes.CDLL(path, mode)
+from fompi.mpi import transport
+MPI = transport.load_mpi()
+if when == "after":
+    ctypes.CDLL(path, mode)
+from fompi.engine.native import FUNCTIONS, _address
+other = [ctypes.cast(ctypes.CDLL(path)[name], ctypes.c_void_p).value for name in FUNCTIONS]
+found = [_address(name, transport.functions()) for name in FUNCTIONS]
+calls_other = MPI.Get_library_version().startswith("Other MPI")
+print(json.dumps([calls_other, transport.library().path, transport.other_libraries(), found == other, None in found]))
+if not calls_other:
+    from fompi.cli.main import main
+    main(["info"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "when", "is_other"),
+    [("RTLD_LOCAL", "before", False), ("RTLD_GLOBAL", "after", False), ("RTLD_GLOBAL", "before", True)],
+)
+def test_two_mpi_libraries_in_one_process(tmp_path, mode, when, is_other):
+    """Both are named. fompi calls the one that mpi4py calls: what the linker gives it, as with LD_PRELOAD."""
+    (tmp_path / "other.c").write_text(OTHER_MPI)
+    path = str(tmp_path / "libmpi_other.so")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", path, tmp_path / "other.c"], check=True)
+    first, _, text = run([sys.executable, "-c", LOADS_BOTH, path, mode, when]).partition("\n")
+    calls_other, library, others, found_other, is_missing = json.loads(first)
+    assert calls_other is found_other is is_other and (library == path) is is_other and not is_missing
+    assert (path in others) is not is_other and len(others) == 1
+    assert is_other or f"\nlibrary    {library}\nnot used   {path}: loaded, but mpi4py calls" in text
 
 
 @pytest.mark.parametrize(("choice", "aware"), [("0", False), ("1", True), ("maybe", None)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 import job
@@ -111,6 +112,15 @@ def test_the_last_line_counts_all_legs_and_the_times_are_kept(tool, tmp_path, ca
     begin, end = tool.MARKS
     table = "| leg | seconds | CPU seconds |\n|---|---|---|\n| `lint` | 2 | 1 |\n| `all` | 9 | 20 |"
     assert page.read_text() == f"Before.\n{begin}\n\n{table}\n\n{end}\nAfter.\n"
+
+
+def test_a_leg_on_request_runs_only_by_its_whole_name(tool):
+    def chosen(*names):
+        options = Namespace(leg=names or None, mpi=None, k="", soak=False)
+        return {leg.name for leg in tool.select(ArgumentParser(), options)}
+
+    assert "mpi-openmpi-2" in chosen() & chosen("mpi") and "mpi-abi-2" not in chosen() | chosen("mpi")
+    assert chosen("mpi-abi-2") == {"mpi-abi-2"}
 
 
 def test_the_ranks_of_a_file(tool, tmp_path):

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from fompi.base.errors import LaunchError
-from fompi.cli.slurm import PLUGINS, JobRequest, SlurmFacts, _indices, _time, script
+from fompi.cli.slurm import JobRequest, SlurmFacts, _indices, _time, script
+from fompi.mpi.launcher import PLUGINS
 
 ROOT = Path(__file__).resolve().parents[2]
 ASKED = "fompi slurm --nodes 2 --ranks-per-node 4 --cpus-per-rank 4 --time 00:10:00 -- examples/tp_mlp.py"
@@ -28,12 +29,35 @@ def test_it_names_the_plugin_of_the_library(library):
     assert f"srun --mpi={PLUGINS[library]} python -m fompi info --expect 8" in script(SlurmFacts(library), EXAMPLE)
 
 
-def test_plugins_that_slurm_lacks():
-    facts = SlurmFacts("Open MPI", plugins=("pmi2", "none"))
+@pytest.mark.parametrize(
+    ("facts", "plugin", "lines"),
+    [
+        (SlurmFacts("MPICH"), "pmi2", ("deprecates PMI-2.", "export MPIR_CVAR_PMI_VERSION=1")),
+        (SlurmFacts("MPICH", plugins=("pmix", "pmi2")), "pmi2", ("export MPIR_CVAR_PMI_VERSION=1",)),
+        (SlurmFacts("MPICH", has_pmix=True), "pmix", ("plug-in pmix speaks.", "export MPIR_CVAR_PMI_VERSION=x")),
+        (SlurmFacts("MPICH", plugins=("pmi2",), has_pmix=True), "pmi2", ("export MPIR_CVAR_PMI_VERSION=1",)),
+        (SlurmFacts("Open MPI"), "pmix", ("# Open MPI uses PMIx, which Slurm's plug-in pmix speaks.",)),
+    ],
+    ids=str,
+)
+def test_it_says_by_what_the_ranks_find_each_other(facts, plugin, lines):
+    """PMI-1 for MPICH, by the plug-in that has its name from PMI-2. PMIx where the library is linked to it."""
+    text = script(facts, EXAMPLE)
+    assert f"\nsrun --mpi={plugin} python examples/tp_mlp.py\n" in text
+    assert all(f"{line}\n" in text for line in lines)
+    assert text.count("MPIR_CVAR_PMI_VERSION") == (facts.library == "MPICH")
+
+
+@pytest.mark.parametrize(("library", "known"), [("Open MPI", "pmi2"), ("MPICH", "pmix")])
+def test_plugins_that_slurm_lacks(library, known):
+    facts = SlurmFacts(library, plugins=(known, "none"))
     text = script(facts, EXAMPLE)
     assert "mpirun -n 8 --bind-to none python examples/tp_mlp.py" in text and "srun --mpi" not in text
-    with pytest.raises(LaunchError, match="no --mpi=pmix; it has pmi2, none"):
-        script(facts, replace(EXAMPLE, mpi="pmix"))
+    assert "PMI" not in text
+    lacks = PLUGINS[library]
+    with pytest.raises(LaunchError, match=f"no --mpi={lacks}; it has {known}, none"):
+        script(facts, replace(EXAMPLE, mpi=lacks))
+    assert "srun --mpi=cray_shasta" in script(SlurmFacts("Cray MPICH", plugins=("none",)), EXAMPLE)
 
 
 def test_options():
@@ -80,7 +104,7 @@ def test_what_a_script_does_with_the_end_of_the_program(plugins, end, tmp_path):
     program = (
         "#!/bin/bash\n"
         "[[ $* == *info* ]] && exit\n"
-        + ("trap 'echo signalled' USR1; kill -USR1 $PPID; sleep 0.5\n" if signalled else "")
+        + ("trap 'echo signalled' USR1; sleep 0.3; kill -USR1 $PPID; sleep 0.5\n" if signalled else "")
         + ENDS[end]
     )
     for name, text in (("srun", program), ("mpirun", program), ("scontrol", '#!/bin/bash\necho "$@"')):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
+from pathlib import Path
 from time import perf_counter
 
 import calls
@@ -16,6 +18,7 @@ import fompi
 from fompi.backends.emulated import Emulated, corner
 from fompi.engine.native import engine
 from fompi.model.machine import Machine
+from fompi.mpi import transport
 from fompi.schedules import registry
 from fompi.tensors import dlpack
 
@@ -27,6 +30,8 @@ pytestmark = [
 
 def test_c_is_there():
     assert str(engine()) == "C, and Python where C does not go on"
+    wanted = "libmpi_abi.so" if Path(sys.prefix).name == ".venv-abi" else "libmpi.so"
+    assert Path(transport.library().path).name.startswith(wanted)
 
 
 def bound(world, problem, schedule, slices, seed):

@@ -11,7 +11,6 @@ import calls
 import catalogue
 import numpy as np
 import pytest
-import torch
 from cut_short import CutShort
 
 import fompi
@@ -26,6 +25,12 @@ pytestmark = [
     pytest.mark.ranks(mpich=[2, 3], openmpi=[2]),
     pytest.mark.skipif(os.environ.get("FOMPI_ENGINE") == "python", reason="calls run in Python"),
 ]
+
+
+@pytest.fixture
+def torch():
+    """The leg on the standard ABI of MPI runs without it."""
+    return pytest.importorskip("torch")
 
 
 def tickets(comm):
@@ -95,7 +100,7 @@ def test_python_goes_on_at_every_step_on_an_emulated_accelerator(own, monkeypatc
         own.backend = None
 
 
-def test_several_in_flight(own, monkeypatch):
+def test_several_in_flight(own, torch, monkeypatch):
     """Started calls of one form, waited for in any order; Python goes on with some of them."""
     draw = np.random.default_rng(own.rank)
     for hands_over in (False, True):
@@ -139,7 +144,7 @@ def test_a_started_call_progresses_without_a_wait(own):
         assert pending.wait().tolist() == [sum(range(own.size))] * 9
 
 
-def test_keys(own):
+def test_keys(own, torch):
     """Calls that differ only in what their key holds."""
     x = np.arange(6.0).reshape(3, 2)
     forms = [x, x.T, x[:, :1], x.astype("f4"), torch.from_numpy(x), torch.from_numpy(x).T, x[::-1]]
@@ -217,7 +222,7 @@ def test_in_place_and_out(own):
 
 
 @pytest.mark.parametrize("count", [1, 5, 70_000])
-def test_a_broadcast_in_place(own, count):
+def test_a_broadcast_in_place(own, torch, count):
     """It arrives in the memory of the program, not in a copy."""
     for turn in range(6):
         root = turn // 3 % own.size
@@ -227,7 +232,7 @@ def test_a_broadcast_in_place(own, count):
         assert fompi.broadcast.start(z, root=root, out=z, comm=own).wait() is z and (z == root).all()
 
 
-def test_tensors_of_torch(own):
+def test_tensors_of_torch(own, torch):
     for turn in range(6):
         x = torch.full((4,), turn + 1.0)
         y = fompi.all_reduce(x, comm=own)

@@ -23,7 +23,7 @@ PURE = ("base", "plans", "schedules", "traces", "model", "planner", "foreign")
 RUNTIME = ("tensors", "native", "backends", "mpi", "engine", "runtime")
 """The rooms that carry out plans. They do not know how plans are written or chosen."""
 
-FRONT = ("ops", "tuning", "parallel", "torch", "jax", "lab", "cli", "bench", "__init__", "__main__")
+FRONT = ("ops", "tuning", "parallel", "torch", "jax", "lab", "hosts", "cli", "bench", "__init__", "__main__")
 """The rooms that may import all others. `fompi/__init__.py` has the public names."""
 
 ROOMS = (*PURE, *RUNTIME, *FRONT)

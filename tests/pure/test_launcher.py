@@ -253,7 +253,10 @@ def test_every_launcher_and_library(environ, library):
     assert warning(launched, 8, library) is None
 
 
-NESTED = "MPICH does not start while PMIX_NAMESPACE of an outer launcher is set: unset it before mpirun"
+NESTED = (
+    "MPICH does not start while PMIX_NAMESPACE of an outer launcher is set: unset it before mpirun, or set "
+    "MPIR_CVAR_PMI_VERSION=1"
+)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +298,10 @@ def test_torchrun_inside_a_rank_is_refused(outer):
     assert torchrun_refusal(STEP | TORCHRUN, "MPICH") is None and torchrun_refusal(STEP | outer, "MPICH") is None
 
 
-@pytest.mark.parametrize("environ", [{}, STEP, STEP | PMI, BATCH, HYDRA, INTEL, TORCHRUN])
+@pytest.mark.parametrize(
+    "environ",
+    [{}, STEP, STEP | PMI, BATCH, HYDRA, INTEL, TORCHRUN, STEP | PMI | PMIX | {"MPIR_CVAR_PMI_VERSION": "1"}],
+)
 def test_mpich_may_start_without_pmix(environ):
     assert refusal(environ, "MPICH") is None
 

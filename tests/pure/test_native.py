@@ -495,10 +495,10 @@ def test_the_functions_of_mpi_are_those_of_mpi4py(tmp_path, name):
     (tmp_path / "extension.c").write_text("int of_mpi4py;")
     for command in (["-o", name, f"-Wl,-soname,{name}", "mpi.c"], ["-o", "extension.so", "extension.c", name]):
         subprocess.run([*flags, *command], cwd=tmp_path, check=True)
-    extension = str(tmp_path / "extension.so")
+    extension = ctypes.CDLL(str(tmp_path / "extension.so"))
     found, own = [_address(f, extension) for f in FUNCTIONS], ctypes.CDLL(str(tmp_path / name))
     assert found == [ctypes.cast(own[f], ctypes.c_void_p).value for f in FUNCTIONS]
-    assert _address("MPI_Isend", str(native.__file__)) is None
+    assert _address("MPI_Isend", ctypes.CDLL(native.__file__)) is None
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
