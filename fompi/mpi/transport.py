@@ -11,6 +11,7 @@ import struct
 import sys
 import threading
 import warnings
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from fompi.base.at_exit import at_exit, failure
 from fompi.base.doors import DOORS
 from fompi.base.errors import LaunchError
 from fompi.base.layout import MOST_NBYTES
-from fompi.mpi import environment, launcher, pmi
+from fompi.mpi import environment, launcher, pmi, ucx
 from fompi.mpi.ucx import UCX, WORLD, share_by
 
 _INSTALL = (
@@ -121,9 +122,10 @@ def start_by_store(store: Callable[[], pmi.KeyValueStore], rank: int, size: int,
     process does not come within `seconds`.
     """
     MPI, launch = load_mpi(), launcher.detect()
-    if MPI is UCX and not MPI.Is_initialized() and size > 1:
-        WORLD.start(rank, size, share_by(store(), rank, size, seconds))
     loaded = _library(MPI)
+    if not MPI.Is_initialized() and size > 1 and (MPI is UCX or _starts_by_ucx(loaded, size)):
+        WORLD.start(rank, size, share_by(store(), rank, size, seconds))
+        return
     if MPI.Is_initialized() or not launcher.must_meet(launch, size, os.environ, loaded.name):
         return
     refusal = launcher.store_refusal(size, loaded.name, loaded.mpirun)
@@ -139,9 +141,42 @@ def start_by_store(store: Callable[[], pmi.KeyValueStore], rank: int, size: int,
         _start_bridged(MPI, store(), rank, size, seconds)
 
 
+def _starts_by_ucx(loaded: MpiLibrary, size: int) -> bool:
+    """True if processes that have a store meet by UCX, because this MPI library cannot start them."""
+    launch = launcher.detect()
+    return (
+        environment.value("FOMPI_CARRIER") == "auto"
+        and launcher.must_meet(launch, size, os.environ, loaded.name)
+        and bool(launcher.store_refusal(size, loaded.name))
+        and ucx.is_here()
+    )
+
+
 def carrier_functions() -> tuple[int, ...] | None:
     """The addresses of the functions that calls in C use in place of those of MPI, once UCX has started."""
     return WORLD.worker.addresses if load_mpi() is UCX else None
+
+
+def by_carrier(comm: Any) -> Any:
+    """`comm`, a communicator of mpi4py; with FOMPI_CARRIER=ucx, one of UCX for the same ranks. Collective then."""
+    mpi4py = sys.modules.get("mpi4py.MPI")
+    if load_mpi() is not UCX or mpi4py is None or not isinstance(comm, mpi4py.Intracomm):
+        return comm
+    if comm == mpi4py.COMM_WORLD:
+        return UCX.COMM_WORLD
+    key = _keyval(mpi4py)
+    known = comm.Get_attr(key)
+    if known is None:
+        ranks = comm.Get_group().Translate_ranks(None, mpi4py.COMM_WORLD.Get_group())
+        members = UCX.COMM_WORLD.Get_group().Incl(ranks)
+        comm.Set_attr(key, known := UCX.COMM_WORLD.Create_group(members, zlib.crc32(str(ranks).encode())))
+    return known
+
+
+@cache
+def _keyval(mpi4py: ModuleType) -> int:
+    """The key under which a communicator of mpi4py keeps that of UCX, which ends with it."""
+    return int(mpi4py.Comm.Create_keyval(delete_fn=lambda comm, key, value: value.Free()))
 
 
 def library() -> MpiLibrary:
@@ -322,10 +357,28 @@ def gather_at_exit(data: bytes, rank: int, seconds: float) -> dict[int, bytes]:
     return gathered
 
 
-@cache
 def load_mpi() -> Any:
-    """The module `mpi4py.MPI`, without starting MPI at import, or what stands for it with FOMPI_CARRIER=ucx."""
-    return UCX if environment.value("FOMPI_CARRIER") == "ucx" else _load_mpi4py()
+    """The module `mpi4py.MPI`, without starting MPI at import, or what stands for it where UCX carries messages."""
+    return UCX if UCX.Is_initialized() or _is_by_ucx() else _load_mpi4py()
+
+
+@cache
+def _is_by_ucx() -> bool:
+    """FOMPI_CARRIER says so; or nothing, and there is no MPI here, or none that torchrun could start."""
+    carrier = environment.value("FOMPI_CARRIER")
+    if carrier != "auto" or not ucx.is_here():
+        return carrier == "ucx"
+    try:
+        MPI = _load_mpi4py()
+    except LaunchError:
+        return True
+    launch = launcher.detect()
+    alone = environment.value("FOMPI_SINGLETONS") == "1"
+    return (
+        launch.launcher == "torchrun"
+        and not (alone or MPI.Is_initialized() or launcher.is_child(os.environ))
+        and bool(launcher.store_refusal(launch.size or 1, MPI.get_vendor()[0]))
+    )
 
 
 def _start_ucx() -> None:
@@ -382,6 +435,8 @@ def _finalize() -> None:
 
 
 def _requested_thread_level() -> str:
+    if load_mpi() is UCX:
+        return "multiple"
     import mpi4py
 
     return str(mpi4py.rc.thread_level) if mpi4py.rc.threads else "single"

@@ -15,7 +15,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from ctypes.util import find_library
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any, NoReturn
@@ -25,6 +25,8 @@ import numpy as np
 from fompi.base.at_exit import at_exit
 from fompi.base.errors import LaunchError, WaitTimeout
 from fompi.mpi.pmi import KeyValueStore
+
+Array = np.ndarray[Any, Any]
 
 FUNCTIONS = (
     *("ucp_init_version", "ucp_worker_create", "ucp_worker_get_address", "ucp_worker_release_address", "ucp_ep_create"),
@@ -66,6 +68,14 @@ def candidates() -> Iterable[str]:
             yield str(file)
     if (system := find_library("ucp")) is not None:
         yield system
+
+
+def is_here() -> bool:
+    """True if there is a libucp for this process."""
+    try:
+        return bool(library())
+    except LaunchError:
+        return False
 
 
 @cache
@@ -140,24 +150,40 @@ class Request:
 _DETACHED: list[Request] = []
 
 
-class Agreement:
-    """A request for a few bytes of each rank, which all ranks make in the same order. `result()` when it is done."""
+class Collective:
+    """A request for messages to and from all ranks, which all ranks make in the same order.
 
-    def __init__(self, comm: Intracomm, own: bytes, then: Callable[[list[bytes]], Any]):
+    `sends` and `receives` are memory for each rank. `then()` is called once, when all of it has moved.
+    """
+
+    _PENDING = 1
+
+    def __init__(
+        self, comm: Intracomm, sends: Sequence[Any], receives: Sequence[Any], then: Callable[[], Any] = lambda: None
+    ):
         comm.agreements += 1
         tag = SMALL_TAG + comm.agreements % SMALL_TAG
         self._then, self._value, self._is_done = then, None, False
-        self._parts = [bytearray(own) for _ in range(comm.size)]
+        _bytes_of(receives[comm.rank])[:] = _bytes_of(sends[comm.rank])
         others = [rank for rank in range(comm.size) if rank != comm.rank]
-        self._requests = [comm.Irecv(self._parts[rank], rank, tag) for rank in others]
-        self._requests += [comm.Isend(own, rank, tag) for rank in others]
+        self._requests = [comm.Irecv(receives[r], r, tag) for r in others if _bytes_of(receives[r]).nbytes]
+        self._requests += [comm.Isend(sends[r], r, tag) for r in others if _bytes_of(sends[r]).nbytes]
 
     def Test(self) -> bool:
         if not self._is_done:
             self._requests = [request for request in self._requests if not request.Test()]
             if not self._requests:
-                self._is_done, self._value = True, self._then([bytes(part) for part in self._parts])
+                self._is_done, self._value = True, self._then()
         return self._is_done
+
+    @property
+    def handle(self) -> int:
+        """For `Request.Testsome`: as long as it is not done, a number that UCX has never given."""
+        return 0 if self.Test() else self._PENDING
+
+    @handle.setter
+    def handle(self, _: int) -> None:
+        """It is done, and has been forgotten."""
 
     def result(self) -> Any:
         while not self.Test():
@@ -168,6 +194,12 @@ class Agreement:
 
     def Free(self) -> None:
         pass
+
+
+def _agreement(comm: Intracomm, own: bytes, then: Callable[[list[bytes]], Any]) -> Collective:
+    """`then` gets the same number of bytes from each rank."""
+    parts = [bytearray(len(own)) for _ in range(comm.size)]
+    return Collective(comm, [own] * comm.size, parts, lambda: then([bytes(part) for part in parts]))
 
 
 class Status:
@@ -218,7 +250,7 @@ class Group:
 class Intracomm:
     """Some ranks of the world, with messages of their own."""
 
-    handle = number = agreements = 0
+    handle = number = agreements = _losses = 0
     members: tuple[int, ...] = ()
     rank = 0
     name = ""
@@ -232,12 +264,14 @@ class Intracomm:
         """The communicator of these ranks of the world. `number`: their own, as on all of them."""
         made = cls()
         made.number, made.members, made.attributes = number, tuple(members), {}
+        made._lost = set()
         made.rank = made.members.index(WORLD.rank)
         made.handle = WORLD.worker.group(number, made.rank, tuple(WORLD.peers[rank] for rank in members))
         WORLD.next_number = max(WORLD.next_number, number + 1)
         return made
 
     attributes: dict[int, Any]
+    _lost: set[int]
 
     @property
     def size(self) -> int:
@@ -261,10 +295,16 @@ class Intracomm:
     # messages
 
     def Isend(self, data: Any, dest: int, tag: int = 0) -> Request:
-        return Request(WORLD.worker.send(self.handle, data, dest, tag, False), data)
+        return self._send(data, dest, tag, False)
 
     def Issend(self, data: Any, dest: int, tag: int = 0) -> Request:
-        return Request(WORLD.worker.send(self.handle, data, dest, tag, True), data)
+        return self._send(data, dest, tag, True)
+
+    def _send(self, data: Any, dest: int, tag: int, is_sync: bool) -> Request:
+        try:
+            return Request(WORLD.worker.send(self.handle, data, dest, tag, is_sync), data)
+        except ConnectionError as error:
+            raise UcxError(str(error)) from None
 
     def Irecv(self, into: Any, source: int, tag: int = 0) -> Request:
         return Request(WORLD.worker.receive(self.handle, into, source, tag, 0), into)
@@ -282,36 +322,69 @@ class Intracomm:
             _, status.source, status.nbytes = found
         return found
 
-    # agreements on a few bytes
+    def lost(self) -> list[tuple[int, str]]:
+        """The ranks that were lost since the last question, and why."""
+        if self._losses == WORLD.worker.losses:
+            return []
+        self._losses = WORLD.worker.losses
+        errors = ((rank, WORLD.worker.error(WORLD.peers[member])) for rank, member in enumerate(self.members))
+        found = [(rank, why) for rank, why in errors if why and rank not in self._lost]
+        self._lost |= {rank for rank, _ in found}
+        return found
 
-    def Ibarrier(self) -> Agreement:
-        return Agreement(self, b"!", lambda _: None)
+    # collectives, each by messages between all pairs of ranks
+
+    def Ibarrier(self) -> Collective:
+        return _agreement(self, b"!", lambda _: None)
 
     def Barrier(self) -> None:
         self.Ibarrier().result()
 
     def Allgather(self, own: Any, everything: Any) -> None:
         """All ranks have the same number of bytes."""
-        parts = Agreement(self, bytes(_bytes_of(own)), lambda parts: parts).result()
-        _bytes_of(everything)[:] = b"".join(parts)
+        whole = _bytes_of(everything)
+        n = len(whole) // self.size
+        parts = [whole[rank * n : (rank + 1) * n] for rank in range(self.size)]
+        Collective(self, [bytes(_bytes_of(own))] * self.size, parts).result()
 
-    def Iallreduce(self, own: Any, result: Any, op: Callable[..., Any]) -> Agreement:
-        """`own` may be IN_PLACE; `op` is one of MAX, MIN, SUM."""
-        array = np.asarray(result)
-        summand = array if own is IN_PLACE else np.asarray(own)
+    def Iallreduce(self, own: Any, result: Any, op: Callable[..., Any] = np.add) -> Collective:
+        into = _array_of(result)
+        return self._reduced([into if own is IN_PLACE else _array_of(own)] * self.size, into, op)
 
-        def reduced(parts: list[bytes]) -> None:
-            array[...] = op([np.frombuffer(part, array.dtype).reshape(array.shape) for part in parts], axis=0)
+    def Ireduce_scatter(self, own: Any, result: Any, counts: Sequence[int]) -> Collective:
+        ends = np.cumsum(counts)
+        return self._reduced(np.split(_array_of(own), ends[:-1]), _array_of(result), np.add)
 
-        return Agreement(self, np.ascontiguousarray(summand).tobytes(), reduced)
+    def _reduced(self, sends: Sequence[Array], into: Array, op: Callable[..., Any]) -> Collective:
+        """Terms are added in the order of the ranks."""
+        terms = [np.empty_like(into) for _ in range(self.size)]
+        sends = [send.copy() for send in sends]  # the result may be the same memory
 
-    def Idup(self) -> tuple[Intracomm, Agreement]:
+        def reduced() -> None:
+            into[...] = terms[0]
+            for term in terms[1:]:
+                op(into, term, out=into)
+
+        return Collective(self, sends, terms, reduced)
+
+    def Ibcast(self, data: Any, root: int) -> Collective:
+        nothing = bytearray()
+        sends = [data if self.rank == root and rank != root else nothing for rank in range(self.size)]
+        return Collective(self, sends, [data if rank == root != self.rank else nothing for rank in range(self.size)])
+
+    def Iallgatherv(self, own: Any, gathered: Any) -> Collective:
+        return Collective(self, [own] * self.size, _parts_of(gathered))
+
+    def Ialltoallv(self, outgoing: Any, incoming: Any) -> Collective:
+        return Collective(self, _parts_of(outgoing), _parts_of(incoming))
+
+    def Idup(self) -> tuple[Intracomm, Collective]:
         duplicate = object.__new__(Intracomm)
 
         def made(parts: list[bytes]) -> None:
             duplicate.__dict__.update(Intracomm.of(_largest(parts), self.members).__dict__)
 
-        return duplicate, Agreement(self, _number(), made)
+        return duplicate, _agreement(self, _number(), made)
 
     def Dup(self) -> Intracomm:
         duplicate, request = self.Idup()
@@ -320,7 +393,7 @@ class Intracomm:
 
     def Split(self, color: int, key: int = 0) -> Intracomm:
         own = _number() + np.array([color, key], np.int64).tobytes()
-        parts = Agreement(self, own, lambda parts: parts).result()
+        parts = _agreement(self, own, lambda parts: parts).result()
         rows = [np.frombuffer(part, np.int64).tolist() for part in parts]
         chosen = sorted((row[2], rank) for rank, row in enumerate(rows) if row[1] == color)
         return Intracomm.of(max(row[0] for row in rows), [self.members[rank] for _, rank in chosen])
@@ -338,6 +411,8 @@ class Intracomm:
     def Free(self) -> None:
         for key in [*self.attributes]:
             self._forget(key)
+        WORLD.worker.free(self.handle)
+        self.handle = 0
 
     # values that are kept with it
 
@@ -383,6 +458,22 @@ IN_PLACE, TAG_UB = object(), -1
 
 def _bytes_of(memory: Any) -> Any:
     return memoryview(memory).cast("B") if memoryview(memory).nbytes else memoryview(bytearray())
+
+
+def _array_of(buffer: Any) -> Array:
+    """The numbers of an array, or of [bytes, count, dtype]."""
+    return buffer[0].view(buffer[2]).reshape(-1) if isinstance(buffer, list) else np.asarray(buffer).reshape(-1)
+
+
+def _parts_of(buffer: Any) -> list[Any]:
+    """The memory of each rank in [memory, counts, displacements, type]."""
+    memory, counts, places, _ = buffer
+    whole = _bytes_of(memory)
+    return [whole[at : at + n] for at, n in zip(places, counts, strict=True)]
+
+
+def _at(address: int, nbytes: int) -> Any:
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
 def _number() -> bytes:
@@ -470,12 +561,17 @@ class Ucx:
     ANY_SOURCE, ANY_TAG, TAG_UB, COMM_TYPE_SHARED = -1, -1, TAG_UB, 1
     THREAD_SINGLE, THREAD_FUNNELED, THREAD_SERIALIZED, THREAD_MULTIPLE = range(4)
     COMM_NULL = REQUEST_NULL = INFO_NULL = None
-    IN_PLACE, MAX, MIN, SUM = IN_PLACE, partial(np.max), partial(np.min), partial(np.sum)
+    IN_PLACE, MAX, MIN, SUM = IN_PLACE, np.maximum, np.minimum, np.add
+    DOUBLE, FLOAT, C_DOUBLE_COMPLEX, C_FLOAT_COMPLEX = map(np.dtype, ("f8", "f4", "c16", "c8"))
+    INT64_T, INT32_T, UINT64_T, UINT32_T = map(np.dtype, ("i8", "i4", "u8", "u4"))
     COMM_WORLD: Any = None
     COMM_SELF: Any = None
 
     class BYTE:
         handle = 0
+
+    class buffer:
+        fromaddress = staticmethod(_at)
 
     @property
     def __file__(self) -> str:  # type: ignore[override]

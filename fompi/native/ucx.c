@@ -6,12 +6,13 @@
  * A message has a tag of 64 bits: the group (22 bits), the sender (14) and the tag of the program (28). A group is a number
  * that all its members know, and their endpoints in the order of their ranks.
  *
- * UCX knows no sender of a receive, so one from a lost peer would wait for ever. `look` gives it up, with the error of the
- * peer. `Worker.lock` guards everything: a worker of UCX takes one thread at a time.
+ * What is sent to a lost peer is done at once, and what it should have sent never comes: the engine of Python asks `losses`
+ * and `error`, and ends the calls that wait for it. `Worker.lock` guards everything: a worker takes one thread at a time.
  */
 #include "ucx.h"
 
 #include <pthread.h>
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 #include <structmember.h>
@@ -72,7 +73,8 @@ typedef struct { /* in the order in which Python passes them: `FUNCTIONS` of fom
 
 typedef struct Endpoint { /* of one peer: it stays at its address, which UCX passes to `lost` */
     void *ucx;
-    int error; /* why the peer is lost, as a positive number. 0: it is not */
+    int error;     /* why the peer is lost, as a positive number. 0: it is not */
+    long *losses;  /* of the worker */
 } Endpoint;
 
 typedef struct {
@@ -82,6 +84,7 @@ typedef struct {
     pthread_mutex_t lock;
     Endpoint **peers;
     Py_ssize_t n_peers;
+    long losses; /* how many peers were lost */
 } Worker;
 
 typedef struct { /* the handle of a communicator */
@@ -94,8 +97,10 @@ typedef struct { /* the handle of a communicator */
 typedef struct { /* a request that is not done */
     Group *group;
     void *ucx;
-    int source; /* of a receive, else -1 */
+    Endpoint *dest; /* of a send, else NULL */
 } Request;
+
+#define PENDING ((Request *)1) /* a request that Python tests itself */
 
 static const RequestParams plain;
 
@@ -106,18 +111,20 @@ static uint64_t tag_of(const Group *g, int sender, int tag) {
 }
 
 static void lost(void *argument, void *endpoint, signed char status) {
+    Endpoint *peer = argument;
     (void)endpoint;
-    ((Endpoint *)argument)->error = -status;
+    if (!peer->error) ++*peer->losses;
+    peer->error = -status;
 }
 
 /* Notes what UCX has returned for a message in `request`: NULL if it is done. Returns the error. */
-static int begun(Group *g, void *ucx, int source, Request **request) {
+static int begun(Group *g, void *ucx, Endpoint *dest, Request **request) {
     *request = NULL;
-    if (is_error(ucx)) return -(int)(intptr_t)ucx;
+    if (is_error(ucx)) return dest && dest->error ? 0 : -(int)(intptr_t)ucx;
     if (!ucx) return 0;
     Request *made = malloc(sizeof *made);
     if (!made) return 4; /* no memory */
-    made->group = g, made->ucx = ucx, made->source = source;
+    made->group = g, made->ucx = ucx, made->dest = dest;
     *request = made;
     return 0;
 }
@@ -126,9 +133,9 @@ static int send_to(Group *g, const void *data, size_t nbytes, int dest, int tag,
     Worker *w = g->worker;
     Endpoint *peer = g->peers[dest];
     pthread_mutex_lock(&w->lock);
-    void *ucx = peer->error ? (void *)(intptr_t)-peer->error
-                            : (is_sync ? w->ucx.send_sync : w->ucx.send)(peer->ucx, data, nbytes, tag_of(g, g->rank, tag), &plain);
-    int error = begun(g, ucx, -1, request);
+    void *ucx = NULL;
+    if (!peer->error) ucx = (is_sync ? w->ucx.send_sync : w->ucx.send)(peer->ucx, data, nbytes, tag_of(g, g->rank, tag), &plain);
+    int error = begun(g, ucx, peer, request);
     pthread_mutex_unlock(&w->lock);
     return error;
 }
@@ -137,14 +144,11 @@ static int send_to(Group *g, const void *data, size_t nbytes, int dest, int tag,
 static int look(Request **request) {
     Request *r = *request;
     if (!r) return 1;
+    if (r == PENDING) return 0;
     Worker *w = r->group->worker;
-    int status = w->ucx.check(r->ucx), error = r->source < 0 ? 0 : r->group->peers[r->source]->error;
-    if (status == IN_PROGRESS && error) {
-        w->ucx.cancel(w->worker, r->ucx);
-        for (int k = 0; k < 1000 && (status = w->ucx.check(r->ucx)) == IN_PROGRESS; k++) w->ucx.progress(w->worker);
-        if (status == IN_PROGRESS || status == CANCELED) status = -error;
-    }
+    int status = w->ucx.check(r->ucx);
     if (status == IN_PROGRESS) return 0;
+    if (status == CANCELED || (r->dest && r->dest->error)) status = 0;
     w->ucx.free_request(r->ucx);
     free(r);
     *request = NULL;
@@ -168,7 +172,7 @@ static int ucx_irecv(void *data, int nbytes, intptr_t type, int source, int tag,
     Worker *w = g->worker;
     (void)type;
     pthread_mutex_lock(&w->lock);
-    int error = begun(g, w->ucx.receive(w->worker, data, (size_t)nbytes, tag_of(g, source, tag), ALL_BITS, &plain), source, request);
+    int error = begun(g, w->ucx.receive(w->worker, data, (size_t)nbytes, tag_of(g, source, tag), ALL_BITS, &plain), NULL, request);
     pthread_mutex_unlock(&w->lock);
     return error;
 }
@@ -179,7 +183,7 @@ static int ucx_testsome(int n, void *requests, int *done, int *indices, void *st
     int error = 0;
     (void)statuses;
     *done = 0;
-    for (int k = 0; k < n && !w; k++) w = all[k] ? all[k]->group->worker : NULL;
+    for (int k = 0; k < n && !w; k++) w = all[k] && all[k] != PENDING ? all[k]->group->worker : NULL;
     if (w) {
         pthread_mutex_lock(&w->lock);
         w->ucx.progress(w->worker);
@@ -262,6 +266,7 @@ static PyObject *worker_connect(PyObject *self, PyObject *args) {
         return PyErr_NoMemory();
     }
     EndpointParams params = {.mask = 1 | 2 | 4, .address = address, .error_mode = 1, .on_error = lost, .argument = peer};
+    peer->losses = &w->losses;
     pthread_mutex_lock(&w->lock);
     int status = w->ucx.make_endpoint(w->worker, &params, &peer->ucx);
     pthread_mutex_unlock(&w->lock);
@@ -323,6 +328,14 @@ static PyObject *worker_group(PyObject *self, PyObject *args) {
     return PyLong_FromVoidPtr(g);
 }
 
+static PyObject *worker_free(PyObject *self, PyObject *args) {
+    unsigned long long group;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "K", &group)) return NULL;
+    free((Group *)(uintptr_t)group);
+    Py_RETURN_NONE;
+}
+
 /* Memory of Python for a message. 0: there is an error. */
 static int memory_of(PyObject *object, Py_buffer *view, int is_written) {
     return !PyObject_GetBuffer(object, view, is_written ? PyBUF_WRITABLE : PyBUF_SIMPLE);
@@ -353,7 +366,7 @@ static PyObject *worker_receive(PyObject *self, PyObject *args) {
     void *probed = (void *)(uintptr_t)message;
     void *ucx = probed ? w->ucx.receive_probed(w->worker, view.buf, (size_t)view.len, probed, &plain)
                        : w->ucx.receive(w->worker, view.buf, (size_t)view.len, tag_of(g, source, tag), ALL_BITS, &plain);
-    int error = begun(g, ucx, source, &request);
+    int error = begun(g, ucx, NULL, &request);
     pthread_mutex_unlock(&w->lock);
     PyBuffer_Release(&view);
     return error ? failed(w, error) : PyLong_FromVoidPtr(request);
@@ -440,12 +453,17 @@ static PyObject *worker_addresses(PyObject *self, void *nothing) {
                          (unsigned long long)(uintptr_t)ucx_testsome);
 }
 
+static PyMemberDef members[] = {
+    {"losses", T_LONG, offsetof(Worker, losses), READONLY, "how many peers were lost"},
+    {NULL, 0, 0, 0, NULL},
+};
 static PyMethodDef methods[] = {
     {"address", worker_address, METH_NOARGS, "address(): by which others connect to this worker."},
     {"connect", worker_connect, METH_VARARGS, "connect(address): the number of a new peer."},
     {"disconnect", worker_disconnect, METH_VARARGS, "disconnect(peer)"},
     {"error", worker_error, METH_VARARGS, "error(peer): why it is lost, or \"\"."},
     {"group", worker_group, METH_VARARGS, "group(number, rank, (peers)): the handle of a group."},
+    {"free", worker_free, METH_VARARGS, "free(group): it has no message in flight."},
     {"send", worker_send, METH_VARARGS, "send(group, data, dest, tag, is_sync): a request, 0 if it is done."},
     {"receive", worker_receive, METH_VARARGS, "receive(group, data, source, tag, message): a request, 0 if it is done."},
     {"probe", worker_probe, METH_VARARGS, "probe(group, source, tag, takes): (message, sender, bytes), or None."},
@@ -460,7 +478,7 @@ static PyGetSetDef attributes[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 static PyType_Slot slots[] = {
-    {Py_tp_new, worker_new}, {Py_tp_methods, methods}, {Py_tp_getset, attributes},
+    {Py_tp_new, worker_new}, {Py_tp_methods, methods}, {Py_tp_getset, attributes}, {Py_tp_members, members},
     {Py_tp_doc, "Worker(addresses): messages by UCX, whose functions are at these addresses."}, {0, NULL},
 };
 static PyType_Spec spec = {"fompi.native._native.Worker", sizeof(Worker), 0, Py_TPFLAGS_DEFAULT, slots};
