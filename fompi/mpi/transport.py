@@ -186,6 +186,8 @@ def library() -> MpiLibrary:
 
 def other_libraries() -> list[str]:
     """The other files in this process whose names begin with "libmpi": those of another MPI, or of a part of it."""
+    if load_mpi() is UCX:
+        return []
     own = os.path.realpath(_library_path() or "")  # the linker may know it by a link
     return sorted(path for path in _mapped() if Path(path).name.startswith("libmpi") and path != own)
 
@@ -501,7 +503,16 @@ def _refuse_foreign_launcher(MPI: ModuleType) -> None:
         raise LaunchError(reason) if is_orphan else LaunchError.everywhere(reason)
 
 
-def _library(MPI: ModuleType) -> MpiLibrary:
+def load_mpi4py() -> Any:
+    """The module `mpi4py.MPI`. Raises LaunchError where messages do not go by MPI."""
+    if load_mpi() is UCX:
+        raise LaunchError("this needs communicators of mpi4py, but UCX carries the messages here: FOMPI_CARRIER=mpi")
+    return _load_mpi4py()
+
+
+def _library(MPI: Any) -> MpiLibrary:
+    if MPI is UCX:
+        return MpiLibrary("UCX", ucx.version(), "", f"UCX {ucx.version()}", MPI.__file__, None)
     description = MPI.Get_library_version().rstrip("\0\n ")
     name, version = MPI.get_vendor()
     if "CRAY MPICH" in description.upper():  # based on MPICH, with its own launcher

@@ -424,12 +424,11 @@ class Intracomm:
 
     def _forget(self, key: int) -> None:
         value = self.attributes.pop(key)
-        if _DELETES[key] is not None:
-            _DELETES[key](self, key, value)
+        _DELETES[key](self, key, value)
 
     @staticmethod
     def Create_keyval(delete_fn: Callable[..., Any] | None = None) -> int:
-        _DELETES[len(_DELETES) + 1] = delete_fn
+        _DELETES[len(_DELETES) + 1] = delete_fn or (lambda *_: None)
         return len(_DELETES)
 
     def Set_errhandler(self, _: object) -> None:
@@ -452,7 +451,7 @@ class _NoInfo:
         pass
 
 
-_DELETES: dict[int, Callable[..., Any] | None] = {}
+_DELETES: dict[int, Callable[..., Any]] = {}
 IN_PLACE, TAG_UB = object(), -1
 
 
@@ -501,7 +500,7 @@ class World:
         from fompi.native._native import Worker
 
         loaded, _ = library()
-        addresses = [ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value for name in FUNCTIONS]
+        addresses = [ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value or 0 for name in FUNCTIONS]
         try:
             self.worker = Worker(tuple(addresses))
         except ConnectionError as error:
@@ -517,14 +516,14 @@ class World:
         at_exit(self.finalize)
 
     def finalize(self) -> None:
-        """Wait for the others, as MPI_Finalize does, so that no message of theirs is lost. Then disconnect."""
+        """Wait for the others, as MPI_Finalize does, so that no message is lost. If one has ended already, do not."""
         if self.worker is None or self.is_over:
             return
         UCX.COMM_SELF.Free()
         end = perf_counter() + FINALIZE_SECONDS
         with suppress(UcxError, ConnectionError):
             barrier = UCX.COMM_WORLD.Ibarrier()
-            while not barrier.Test() and perf_counter() < end:
+            while not barrier.Test() and not self.worker.losses and perf_counter() < end:
                 sleep(PAUSE_SECONDS)
         self.is_over = True
 
@@ -574,7 +573,7 @@ class Ucx:
         fromaddress = staticmethod(_at)
 
     @property
-    def __file__(self) -> str:  # type: ignore[override]
+    def __file__(self) -> str:
         return library()[1]
 
     @staticmethod
