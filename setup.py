@@ -7,7 +7,7 @@ from setuptools import Extension, setup
 
 NATIVE = Extension(
     "fompi.native._native",
-    [f"fompi/native/{name}.c" for name in ("engine", "chain", "half", "kernels", "processor", "v3", "wire", "xla")],
+    [f"fompi/native/{name}.c" for name in ("engine", "chain", "half", "kernels", "processor", "ucx", "v3", "wire", "xla")],
     depends=sorted(glob("fompi/native/*.h")),
     extra_compile_args=["-O3", "-ffp-contract=off"],
     py_limited_api=True,

@@ -242,7 +242,15 @@ fompi.all_gather(np.ones((2, 2)), schedule="mine")
         "fompi.Communicator()",
         launcher="torchrun",
     ),
-    use("torchrun with Open MPI", COMM, "LaunchError", "mpirun", launcher="torchrun", libraries=(OPENMPI,)),
+    use(
+        "torchrun with Open MPI",
+        COMM,
+        "LaunchError",
+        "mpirun",
+        launcher="torchrun",
+        libraries=(OPENMPI,),
+        FOMPI_CARRIER="mpi",
+    ),
     # ------------------------------------------------------------------------------------------------ command line
     cli("fompi frobnicate", "frobnicate", "try"),
     cli("fompi try 1024x1024", "1024x1024", "M,K,N"),

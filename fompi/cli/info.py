@@ -174,7 +174,9 @@ def _mpi_lines(mpi: dict[str, Any] | None) -> list[tuple[str, str]]:
     if mpi is None:
         return [("MPI", "none")]
     return [
-        ("MPI", f"{mpi['library']} {mpi['version']} (standard {mpi['standard']})"),
+        ("MPI", f"{mpi['library']} {mpi['version']} (standard {mpi['standard']})")
+        if mpi["standard"]
+        else ("carrier", f"{mpi['library']} {mpi['version']}, no MPI"),
         ("library", mpi["path"] or "at an unknown path"),
         *(("not used", f"{path}: loaded, but mpi4py calls the library above") for path in mpi["other_libraries"]),
         ("threads", f"{mpi['thread_provided']} ({mpi['thread_requested']} requested)"),

@@ -155,6 +155,11 @@ class Channel:
         It probes, because MPICH over UCX never completes a posted receive from any source.
         """
         received = False
+        for rank, why in self.link.lost():
+            self.departed.setdefault(rank, f"rank {rank} is lost: {why}")
+            self.gone.add(rank)
+            self.fallen.add(rank)
+            received = True
         while self.link.size > 1 and (message := self.link.improbe(self.link.any_source, CONTROL)) is not None:
             message.Recv(self._inbox)
             self._handle()

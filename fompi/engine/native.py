@@ -12,7 +12,7 @@ from fompi.base.errors import LaunchError
 from fompi.engine.engine import NAP_SECONDS, YIELDS
 from fompi.engine.progress import LINGER_SECONDS, POLLS_PER_MESSAGE, POLLS_PER_WAKE
 from fompi.mpi import environment, launcher
-from fompi.mpi.transport import functions, start_mpi
+from fompi.mpi.transport import carrier_functions, functions, start_mpi
 
 FUNCTIONS = ("MPI_Isend", "MPI_Issend", "MPI_Irecv", "MPI_Test", "MPI_Testsome")
 
@@ -71,7 +71,8 @@ def _found() -> NativeSupport:
     nbytes = MPI._sizeof(MPI.Request)
     if nbytes not in REQUEST_NBYTES:
         return NativeSupport(None, f"this MPI has requests of {nbytes} bytes")
-    isend, issend, irecv, test, testsome = (_address(name, functions()) for name in FUNCTIONS)
+    own = carrier_functions()
+    isend, issend, irecv, test, testsome = own or (_address(name, functions()) for name in FUNCTIONS)
     if isend and issend and irecv and test and testsome:
         return NativeSupport(Library(isend, issend, irecv, test, testsome, MPI.BYTE.handle, nbytes, PACE), "")
     return NativeSupport(None, "the functions of the MPI library that mpi4py has loaded were not found")

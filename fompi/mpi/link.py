@@ -15,7 +15,7 @@ import numpy as np
 
 from fompi.base.errors import LaunchError, PeerError, StateError, WaitTimeout
 from fompi.mpi.launcher import in_seconds
-from fompi.mpi.transport import start_mpi, unlink_segments
+from fompi.mpi.transport import by_carrier, start_mpi, unlink_segments
 
 Array = np.ndarray[Any, Any]
 
@@ -86,6 +86,11 @@ class Link:
             return _holding((reads, writes), lambda: self.comm.Iallgatherv(own, gathered))
         outgoing, incoming = _buffer_of(reads), _buffer_of(writes)
         return _holding((reads, writes), lambda: self.comm.Ialltoallv(outgoing, incoming))
+
+    def lost(self) -> Sequence[tuple[int, str]]:
+        """The ranks that the carrier has lost since it was last asked, and why. MPI ends the job instead."""
+        find: Callable[[], Sequence[tuple[int, str]]] | None = getattr(self.comm, "lost", None)
+        return () if find is None else find()
 
     def sender(self, tag: int) -> int | None:
         """A rank whose message with this tag has arrived, and that no posted receive takes. None: there is none."""
@@ -301,6 +306,7 @@ def mpi_communicator(comm: Any) -> Any:
         raise StateError(ENDED)
     if comm is None:
         return MPI.COMM_WORLD
+    comm = by_carrier(comm)
     if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
         raise LaunchError(
             f"comm= takes a fompi.Communicator, an axis of a fompi.Mesh, an MPI.Comm, or a ProcessGroup or DeviceMesh "

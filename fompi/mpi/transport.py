@@ -11,6 +11,7 @@ import struct
 import sys
 import threading
 import warnings
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ from fompi.base.at_exit import at_exit, failure
 from fompi.base.doors import DOORS
 from fompi.base.errors import LaunchError
 from fompi.base.layout import MOST_NBYTES
-from fompi.mpi import environment, launcher, pmi
+from fompi.mpi import environment, launcher, pmi, ucx
+from fompi.mpi.ucx import UCX, WORLD, share_by
 
 _INSTALL = (
     "on a laptop `pip install mpi4py mpich`; on a cluster load the site's MPI module, "
@@ -68,14 +70,17 @@ class GpuAwareness:
     source: str
 
 
-def start_mpi() -> ModuleType:
+def start_mpi() -> Any:
     """The module `mpi4py.MPI`. Starts MPI if it is not running yet.
 
     Raises LaunchError if there is no MPI library, or if the launcher does not fit the library. The message says what
     to do.
     """
     MPI = load_mpi()
-    if not MPI.Is_initialized() and _is_bridged(MPI):
+    if MPI is UCX:
+        if not MPI.Is_initialized():
+            _start_ucx()
+    elif not MPI.Is_initialized() and _is_bridged(MPI):
         launch = launcher.detect()
         seconds = launcher.timeout()
         _start_bridged(MPI, DOORS.store_of_torchrun(seconds), launch.rank or 0, launch.size or 1, seconds)
@@ -118,6 +123,9 @@ def start_by_store(store: Callable[[], pmi.KeyValueStore], rank: int, size: int,
     """
     MPI, launch = load_mpi(), launcher.detect()
     loaded = _library(MPI)
+    if not MPI.Is_initialized() and size > 1 and (MPI is UCX or _starts_by_ucx(loaded, size)):
+        WORLD.start(rank, size, share_by(store(), rank, size, seconds))
+        return
     if MPI.Is_initialized() or not launcher.must_meet(launch, size, os.environ, loaded.name):
         return
     refusal = launcher.store_refusal(size, loaded.name, loaded.mpirun)
@@ -133,6 +141,44 @@ def start_by_store(store: Callable[[], pmi.KeyValueStore], rank: int, size: int,
         _start_bridged(MPI, store(), rank, size, seconds)
 
 
+def _starts_by_ucx(loaded: MpiLibrary, size: int) -> bool:
+    """True if processes that have a store meet by UCX, because this MPI library cannot start them."""
+    launch = launcher.detect()
+    return (
+        environment.value("FOMPI_CARRIER") == "auto"
+        and launcher.must_meet(launch, size, os.environ, loaded.name)
+        and bool(launcher.store_refusal(size, loaded.name))
+        and ucx.is_here()
+    )
+
+
+def carrier_functions() -> tuple[int, ...] | None:
+    """The addresses of the functions that calls in C use in place of those of MPI, once UCX has started."""
+    return WORLD.worker.addresses if load_mpi() is UCX else None
+
+
+def by_carrier(comm: Any) -> Any:
+    """`comm`, a communicator of mpi4py; with FOMPI_CARRIER=ucx, one of UCX for the same ranks. Collective then."""
+    mpi4py = sys.modules.get("mpi4py.MPI")
+    if load_mpi() is not UCX or mpi4py is None or not isinstance(comm, mpi4py.Intracomm):
+        return comm
+    if comm == mpi4py.COMM_WORLD:
+        return UCX.COMM_WORLD
+    key = _keyval(mpi4py)
+    known = comm.Get_attr(key)
+    if known is None:
+        ranks = comm.Get_group().Translate_ranks(None, mpi4py.COMM_WORLD.Get_group())
+        members = UCX.COMM_WORLD.Get_group().Incl(ranks)
+        comm.Set_attr(key, known := UCX.COMM_WORLD.Create_group(members, zlib.crc32(str(ranks).encode())))
+    return known
+
+
+@cache
+def _keyval(mpi4py: ModuleType) -> int:
+    """The key under which a communicator of mpi4py keeps that of UCX, which ends with it."""
+    return int(mpi4py.Comm.Create_keyval(delete_fn=lambda comm, key, value: value.Free()))
+
+
 def library() -> MpiLibrary:
     """The MPI library that mpi4py loads. Does not start MPI."""
     return _library(load_mpi())
@@ -140,6 +186,8 @@ def library() -> MpiLibrary:
 
 def other_libraries() -> list[str]:
     """The other files in this process whose names begin with "libmpi": those of another MPI, or of a part of it."""
+    if load_mpi() is UCX:
+        return []
     own = os.path.realpath(_library_path() or "")  # the linker may know it by a link
     return sorted(path for path in _mapped() if Path(path).name.startswith("libmpi") and path != own)
 
@@ -311,9 +359,49 @@ def gather_at_exit(data: bytes, rank: int, seconds: float) -> dict[int, bytes]:
     return gathered
 
 
+def load_mpi() -> Any:
+    """The module `mpi4py.MPI`, without starting MPI at import, or what stands for it where UCX carries messages."""
+    return UCX if UCX.Is_initialized() or _is_by_ucx() else _load_mpi4py()
+
+
 @cache
-def load_mpi() -> ModuleType:
-    """The module `mpi4py.MPI`, without starting MPI at import. The launcher is checked before MPI starts."""
+def _is_by_ucx() -> bool:
+    """FOMPI_CARRIER says so; or nothing, and there is no MPI here, or none that torchrun could start."""
+    carrier = environment.value("FOMPI_CARRIER")
+    if carrier != "auto" or not ucx.is_here():
+        return carrier == "ucx"
+    try:
+        MPI = _load_mpi4py()
+    except LaunchError:
+        return True
+    launch = launcher.detect()
+    alone = environment.value("FOMPI_SINGLETONS") == "1"
+    return (
+        launch.launcher == "torchrun"
+        and not (alone or MPI.Is_initialized() or launcher.is_child(os.environ))
+        and bool(launcher.store_refusal(launch.size or 1, MPI.get_vendor()[0]))
+    )
+
+
+def _start_ucx() -> None:
+    """Connect the processes by UCX: those of torchrun by its store, those of a launcher of MPI by MPI."""
+    launch, seconds = launcher.detect(), launcher.timeout()
+    rank, size = launch.rank or 0, launch.size or 1
+    if launch.launcher == "torchrun" and size > 1:
+        WORLD.start(rank, size, share_by(DOORS.store_of_torchrun(seconds), rank, size, seconds))
+    elif launcher.starts_mpi(os.environ):
+        MPI = _load_mpi4py()
+        if not MPI.Is_initialized():
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        comm = MPI.COMM_WORLD
+        WORLD.start(comm.Get_rank(), comm.Get_size(), comm.allgather)
+    else:
+        WORLD.start(0, 1, lambda own: [own])
+
+
+@cache
+def _load_mpi4py() -> ModuleType:
+    """The module `mpi4py.MPI`. The launcher is checked before MPI starts."""
     try:
         import mpi4py
 
@@ -349,6 +437,8 @@ def _finalize() -> None:
 
 
 def _requested_thread_level() -> str:
+    if load_mpi() is UCX:
+        return "multiple"
     import mpi4py
 
     return str(mpi4py.rc.thread_level) if mpi4py.rc.threads else "single"
@@ -413,7 +503,16 @@ def _refuse_foreign_launcher(MPI: ModuleType) -> None:
         raise LaunchError(reason) if is_orphan else LaunchError.everywhere(reason)
 
 
-def _library(MPI: ModuleType) -> MpiLibrary:
+def load_mpi4py() -> Any:
+    """The module `mpi4py.MPI`. Raises LaunchError where messages do not go by MPI."""
+    if load_mpi() is UCX:
+        raise LaunchError("this needs communicators of mpi4py, but UCX carries the messages here: FOMPI_CARRIER=mpi")
+    return _load_mpi4py()
+
+
+def _library(MPI: Any) -> MpiLibrary:
+    if MPI is UCX:
+        return MpiLibrary("UCX", ucx.version(), "", f"UCX {ucx.version()}", MPI.__file__, None)
     description = MPI.Get_library_version().rstrip("\0\n ")
     name, version = MPI.get_vendor()
     if "CRAY MPICH" in description.upper():  # based on MPICH, with its own launcher

@@ -32,6 +32,7 @@
 
 #include "chain.h"
 #include "kernels.h"
+#include "ucx.h"
 #include "v3.h"
 #include "xla.h"
 
@@ -1402,7 +1403,9 @@ PyMODINIT_FUNC PyInit__native(void) {
     if (made == NULL) return NULL;
     library_type = PyType_FromSpec(&library_spec);
     call_type = PyType_FromSpec(&call_spec);
-    int is_full = 1;
+    PyObject *worker_type = ucx_worker_type();
+    int is_full = worker_type != NULL && PyModule_AddObjectRef(made, "Worker", worker_type) >= 0;
+    Py_XDECREF(worker_type);
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
         is_full = is_full && PyModule_AddIntConstant(made, numbers[i].name, numbers[i].value) >= 0;
     if (library_type == NULL || call_type == NULL || PyModule_AddObjectRef(made, "Library", library_type) < 0 ||

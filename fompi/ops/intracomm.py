@@ -39,7 +39,7 @@ from fompi.engine.control import Channel
 from fompi.engine.tasks import DONE
 from fompi.mpi import environment
 from fompi.mpi.link import PAUSE_SECONDS
-from fompi.mpi.transport import gpu_awareness, load_mpi, start_mpi
+from fompi.mpi.transport import gpu_awareness, load_mpi4py, start_mpi
 from fompi.ops import operations
 from fompi.ops.arguments import SUMS
 from fompi.ops.by_library import ALWAYS, INSIDE, LIMITS, SIZED, most_started, watch
@@ -48,7 +48,7 @@ from fompi.ops.operation import Operation
 from fompi.plans.problems import order_of
 from fompi.tensors.capsules import code_on_host
 
-MPI: Any = load_mpi()
+MPI: Any = load_mpi4py()
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

