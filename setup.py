@@ -5,9 +5,11 @@ from tempfile import mkdtemp
 
 from setuptools import Extension, setup
 
+SOURCES = ("engine", "chain", "half", "kernels", "processor", "ucx", "v3", "wire", "xla")
+
 NATIVE = Extension(
     "fompi.native._native",
-    [f"fompi/native/{name}.c" for name in ("engine", "chain", "half", "kernels", "processor", "ucx", "v3", "wire", "xla")],
+    [f"fompi/native/{name}.c" for name in SOURCES],
     depends=sorted(glob("fompi/native/*.h")),
     extra_compile_args=["-O3", "-ffp-contract=off"],
     py_limited_api=True,

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter, sleep
 from types import ModuleType
@@ -366,15 +367,15 @@ def load_mpi() -> Any:
 
 @cache
 def _is_by_ucx() -> bool:
-    """FOMPI_CARRIER says so; or nothing, and there is no MPI here, or none that torchrun could start."""
+    """FOMPI_CARRIER says so; or it says nothing, and mpi4py is not installed, or torchrun cannot start this MPI."""
     carrier = environment.value("FOMPI_CARRIER")
-    if carrier != "auto" or not ucx.is_here():
+    if carrier != "auto" or launcher.starts_mpi(os.environ) or not ucx.is_here():
         return carrier == "ucx"
+    launch = launcher.detect()
     try:
         MPI = _load_mpi4py()
     except LaunchError:
-        return True
-    launch = launcher.detect()
+        return find_spec("mpi4py") is None
     alone = environment.value("FOMPI_SINGLETONS") == "1"
     return (
         launch.launcher == "torchrun"

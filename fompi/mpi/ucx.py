@@ -108,14 +108,14 @@ class UcxError(Exception):
         super().__init__(WORLD.worker.why(reason) if isinstance(reason, int) else reason)
 
 
-class Request:
+class UcxRequest:
     """A message on its way. It keeps the memory of the message."""
 
     def __init__(self, handle: int, memory: object = None):
         self.handle, self._memory = handle, memory
 
     @classmethod
-    def fromhandle(cls, handle: int) -> Request:
+    def fromhandle(cls, handle: int) -> UcxRequest:
         return cls(handle)
 
     def Test(self) -> bool:
@@ -147,10 +147,10 @@ class Request:
         _DETACHED[:] = [request for request in _DETACHED if not request.Test()]
 
 
-_DETACHED: list[Request] = []
+_DETACHED: list[UcxRequest] = []
 
 
-class Collective:
+class UcxCollective:
     """A request for messages to and from all ranks, which all ranks make in the same order.
 
     `sends` and `receives` are memory for each rank. `then()` is called once, when all of it has moved.
@@ -196,13 +196,13 @@ class Collective:
         pass
 
 
-def _agreement(comm: Intracomm, own: bytes, then: Callable[[list[bytes]], Any]) -> Collective:
+def _agreement(comm: Intracomm, own: bytes, then: Callable[[list[bytes]], Any]) -> UcxCollective:
     """`then` gets the same number of bytes from each rank."""
     parts = [bytearray(len(own)) for _ in range(comm.size)]
-    return Collective(comm, [own] * comm.size, parts, lambda: then([bytes(part) for part in parts]))
+    return UcxCollective(comm, [own] * comm.size, parts, lambda: then([bytes(part) for part in parts]))
 
 
-class Status:
+class UcxStatus:
     """Where a message comes from, and its bytes."""
 
     source = nbytes = 0
@@ -214,14 +214,14 @@ class Status:
         return self.nbytes
 
 
-class Message:
+class UcxMessage:
     """A message that was found, and that only `Recv` receives."""
 
     def __init__(self, comm: Intracomm, handle: int, source: int):
         self.comm, self.handle, self.source = comm, handle, source
 
-    def Irecv(self, into: Any) -> Request:
-        return Request(WORLD.worker.receive(self.comm.handle, into, self.source, 0, self.handle), into)
+    def Irecv(self, into: Any) -> UcxRequest:
+        return UcxRequest(WORLD.worker.receive(self.comm.handle, into, self.source, 0, self.handle), into)
 
     def Recv(self, into: Any) -> None:
         self.Irecv(into).Wait()
@@ -230,16 +230,16 @@ class Message:
 # ------------------------------------------------------------------------------------------------------ communicators
 
 
-class Group:
+class UcxGroup:
     """The ranks of a communicator, as ranks of the world."""
 
     def __init__(self, members: tuple[int, ...]):
         self.members = members
 
-    def Incl(self, ranks: Sequence[int]) -> Group:
-        return Group(tuple(self.members[rank] for rank in ranks))
+    def Incl(self, ranks: Sequence[int]) -> UcxGroup:
+        return UcxGroup(tuple(self.members[rank] for rank in ranks))
 
-    def Translate_ranks(self, ranks: Sequence[int] | None, other: Group) -> list[int]:
+    def Translate_ranks(self, ranks: Sequence[int] | None, other: UcxGroup) -> list[int]:
         own = range(len(self.members)) if ranks is None else ranks
         return [other.members.index(self.members[rank]) for rank in own]
 
@@ -289,34 +289,34 @@ class Intracomm:
     def Set_name(self, name: str) -> None:
         self.name = name
 
-    def Get_group(self) -> Group:
-        return Group(self.members)
+    def Get_group(self) -> UcxGroup:
+        return UcxGroup(self.members)
 
     # messages
 
-    def Isend(self, data: Any, dest: int, tag: int = 0) -> Request:
+    def Isend(self, data: Any, dest: int, tag: int = 0) -> UcxRequest:
         return self._send(data, dest, tag, False)
 
-    def Issend(self, data: Any, dest: int, tag: int = 0) -> Request:
+    def Issend(self, data: Any, dest: int, tag: int = 0) -> UcxRequest:
         return self._send(data, dest, tag, True)
 
-    def _send(self, data: Any, dest: int, tag: int, is_sync: bool) -> Request:
+    def _send(self, data: Any, dest: int, tag: int, is_sync: bool) -> UcxRequest:
         try:
-            return Request(WORLD.worker.send(self.handle, data, dest, tag, is_sync), data)
+            return UcxRequest(WORLD.worker.send(self.handle, data, dest, tag, is_sync), data)
         except ConnectionError as error:
             raise UcxError(str(error)) from None
 
-    def Irecv(self, into: Any, source: int, tag: int = 0) -> Request:
-        return Request(WORLD.worker.receive(self.handle, into, source, tag, 0), into)
+    def Irecv(self, into: Any, source: int, tag: int = 0) -> UcxRequest:
+        return UcxRequest(WORLD.worker.receive(self.handle, into, source, tag, 0), into)
 
-    def Improbe(self, source: int, tag: int, status: Status | None = None) -> Message | None:
+    def Improbe(self, source: int, tag: int, status: UcxStatus | None = None) -> UcxMessage | None:
         found = self._probe(source, tag, status, True)
-        return None if found is None else Message(self, found[0], found[1])
+        return None if found is None else UcxMessage(self, found[0], found[1])
 
-    def Iprobe(self, source: int, tag: int, status: Status | None = None) -> bool:
+    def Iprobe(self, source: int, tag: int, status: UcxStatus | None = None) -> bool:
         return self._probe(source, tag, status, False) is not None
 
-    def _probe(self, source: int, tag: int, status: Status | None, takes: bool) -> tuple[int, int, int] | None:
+    def _probe(self, source: int, tag: int, status: UcxStatus | None, takes: bool) -> tuple[int, int, int] | None:
         found: tuple[int, int, int] | None = WORLD.worker.probe(self.handle, source, tag, takes)
         if found is not None and status is not None:
             _, status.source, status.nbytes = found
@@ -334,7 +334,7 @@ class Intracomm:
 
     # collectives, each by messages between all pairs of ranks
 
-    def Ibarrier(self) -> Collective:
+    def Ibarrier(self) -> UcxCollective:
         return _agreement(self, b"!", lambda _: None)
 
     def Barrier(self) -> None:
@@ -345,17 +345,17 @@ class Intracomm:
         whole = _bytes_of(everything)
         n = len(whole) // self.size
         parts = [whole[rank * n : (rank + 1) * n] for rank in range(self.size)]
-        Collective(self, [bytes(_bytes_of(own))] * self.size, parts).result()
+        UcxCollective(self, [bytes(_bytes_of(own))] * self.size, parts).result()
 
-    def Iallreduce(self, own: Any, result: Any, op: Callable[..., Any] = np.add) -> Collective:
+    def Iallreduce(self, own: Any, result: Any, op: Callable[..., Any] = np.add) -> UcxCollective:
         into = _array_of(result)
         return self._reduced([into if own is IN_PLACE else _array_of(own)] * self.size, into, op)
 
-    def Ireduce_scatter(self, own: Any, result: Any, counts: Sequence[int]) -> Collective:
+    def Ireduce_scatter(self, own: Any, result: Any, counts: Sequence[int]) -> UcxCollective:
         ends = np.cumsum(counts)
         return self._reduced(np.split(_array_of(own), ends[:-1]), _array_of(result), np.add)
 
-    def _reduced(self, sends: Sequence[Array], into: Array, op: Callable[..., Any]) -> Collective:
+    def _reduced(self, sends: Sequence[Array], into: Array, op: Callable[..., Any]) -> UcxCollective:
         """Terms are added in the order of the ranks."""
         terms = [np.empty_like(into) for _ in range(self.size)]
         sends = [send.copy() for send in sends]  # the result may be the same memory
@@ -365,20 +365,20 @@ class Intracomm:
             for term in terms[1:]:
                 op(into, term, out=into)
 
-        return Collective(self, sends, terms, reduced)
+        return UcxCollective(self, sends, terms, reduced)
 
-    def Ibcast(self, data: Any, root: int) -> Collective:
+    def Ibcast(self, data: Any, root: int) -> UcxCollective:
         nothing = bytearray()
         sends = [data if self.rank == root and rank != root else nothing for rank in range(self.size)]
-        return Collective(self, sends, [data if rank == root != self.rank else nothing for rank in range(self.size)])
+        return UcxCollective(self, sends, [data if rank == root != self.rank else nothing for rank in range(self.size)])
 
-    def Iallgatherv(self, own: Any, gathered: Any) -> Collective:
-        return Collective(self, [own] * self.size, _parts_of(gathered))
+    def Iallgatherv(self, own: Any, gathered: Any) -> UcxCollective:
+        return UcxCollective(self, [own] * self.size, _parts_of(gathered))
 
-    def Ialltoallv(self, outgoing: Any, incoming: Any) -> Collective:
-        return Collective(self, _parts_of(outgoing), _parts_of(incoming))
+    def Ialltoallv(self, outgoing: Any, incoming: Any) -> UcxCollective:
+        return UcxCollective(self, _parts_of(outgoing), _parts_of(incoming))
 
-    def Idup(self) -> tuple[Intracomm, Collective]:
+    def Idup(self) -> tuple[Intracomm, UcxCollective]:
         duplicate = object.__new__(Intracomm)
 
         def made(parts: list[bytes]) -> None:
@@ -401,7 +401,7 @@ class Intracomm:
     def Split_type(self, _: object) -> Intracomm:
         return self.Split(min(rank for rank in range(WORLD.size) if WORLD.hosts[rank] == WORLD.hosts[WORLD.rank]))
 
-    def Create_group(self, group: Group, tag: int = 0) -> Intracomm:
+    def Create_group(self, group: UcxGroup, tag: int = 0) -> Intracomm:
         """Only its members call it. They meet in the group that has the number of the tag."""
         before = WORLD.next_number
         meeting = Intracomm.of((1 << GROUP_BITS) - 1 - tag % (1 << GROUP_BITS - 2), group.members)
@@ -556,7 +556,7 @@ class Ucx:
     """Stands for the module `mpi4py.MPI`."""
 
     Intracomm = Comm = Intracomm
-    Request, Status, Message, Exception = Request, Status, Message, UcxError
+    Request, Status, Message, Exception = UcxRequest, UcxStatus, UcxMessage, UcxError
     ANY_SOURCE, ANY_TAG, TAG_UB, COMM_TYPE_SHARED = -1, -1, TAG_UB, 1
     THREAD_SINGLE, THREAD_FUNNELED, THREAD_SERIALIZED, THREAD_MULTIPLE = range(4)
     COMM_NULL = REQUEST_NULL = INFO_NULL = None
