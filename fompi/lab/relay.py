@@ -19,7 +19,7 @@ import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from time import monotonic
+from time import monotonic, sleep
 from typing import NoReturn
 
 from fompi.lab.namespaces import ENDINGS, exit_with
@@ -30,6 +30,7 @@ SET_INTERFACE, SET_OFFLOAD = 0x400454CA, 0x400454D0  # TUNSETIFF, TUNSETOFFLOAD
 TAP, NO_INFORMATION, OFFLOAD_HEADER = 0x0002, 0x1000, 0x4000  # flags of TUNSETIFF
 CHECKSUMS, SUPERPACKETS = 0x01, 0x02 | 0x04 | 0x08  # TCP's of IPv4, of IPv6, and with ECN
 MOST_BYTES = 70_000  # of a superpacket and its headers
+ROUND_SECONDS = 2e-4  # between two rounds at least: under load, a round serves what has come since
 TURN = 64  # frames of a device before it is another one's turn
 
 
@@ -89,9 +90,12 @@ def carry(links: Sequence[tuple[int, int]], settings: memoryview[float]) -> NoRe
     chances = [random.Random(number) for number in range(len(links))]
     leaving = {inner: number for number, (inner, _) in enumerate(links)}
     arriving = {outer: inner for inner, outer in links}
+    begun = 0.0
     while True:
+        sleep(max(0.0, begun + ROUND_SECONDS - monotonic()))
+        begun = monotonic()
         due = [queue[0][0] for queue in late if queue]
-        pause = max(0.0, min(due) - monotonic()) if due else None
+        pause = max(0.0, min(due) - begun) if due else None
         for device in select.select([*leaving, *arriving], [], [], pause)[0]:
             for frame in frames(device):
                 number = leaving.get(device)

@@ -209,8 +209,8 @@ def lab_of(options: argparse.Namespace) -> Lab:
             raise Refused(f"--groups {options.groups} makes {groups * int(match[2])} hosts, not {hosts}: drop --hosts")
         hosts = groups * int(match[2])
         if not between:
-            raise Refused("--groups needs the rate of the slow link between them: --between 100mbit")
-    elif between:
+            raise Refused("--groups needs the rate of the slow link between them: --between 100mbit or 100mbit,80ms")
+    elif options.between:
         raise Refused("--between is a link between groups: give --groups 2x2 too")
     if options.rates:
         rates = tuple(Rate.parse(text) for text in options.rates.split(","))
