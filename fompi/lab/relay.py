@@ -30,8 +30,8 @@ SET_INTERFACE, SET_OFFLOAD = 0x400454CA, 0x400454D0  # TUNSETIFF, TUNSETOFFLOAD
 TAP, NO_INFORMATION, OFFLOAD_HEADER = 0x0002, 0x1000, 0x4000  # flags of TUNSETIFF
 CHECKSUMS, SUPERPACKETS = 0x01, 0x02 | 0x04 | 0x08  # TCP's of IPv4, of IPv6, and with ECN
 MOST_BYTES = 70_000  # of a superpacket and its headers
-ROUND_SECONDS = 2e-4  # between two rounds at least: under load, a round serves what has come since
-TURN = 64  # frames of a device before it is another one's turn
+ROUND_SECONDS, ROUNDS = 2e-4, 5  # under load, a round serves what comes in this time; after a pause, some are at once
+MOST_FRAMES = 64  # of a device in a round
 
 
 class Relay:
@@ -90,19 +90,20 @@ def carry(links: Sequence[tuple[int, int]], settings: memoryview[float]) -> NoRe
     chances = [random.Random(number) for number in range(len(links))]
     leaving = {inner: number for number, (inner, _) in enumerate(links)}
     arriving = {outer: inner for inner, outer in links}
-    begun = 0.0
+    start = 0.0  # the earliest time of the next round
     while True:
-        sleep(max(0.0, begun + ROUND_SECONDS - monotonic()))
-        begun = monotonic()
+        start = max(start + ROUND_SECONDS, monotonic() - ROUNDS * ROUND_SECONDS)
+        sleep(max(0.0, start - monotonic()))
         due = [queue[0][0] for queue in late if queue]
-        pause = max(0.0, min(due) - begun) if due else None
+        pause = max(0.0, min(due) - monotonic()) if due else None
         for device in select.select([*leaving, *arriving], [], [], pause)[0]:
-            for frame in frames(device):
-                number = leaving.get(device)
-                if number is None:
+            if device in arriving:
+                for frame in frames(device):
                     send(arriving[device], frame)
-                elif chances[number].random() >= settings[2 * number + 1]:
-                    late[number].append((monotonic() + settings[2 * number], frame))
+            else:
+                number = leaving[device]
+                at, loss = monotonic() + settings[2 * number], settings[2 * number + 1]
+                late[number].extend((at, frame) for frame in frames(device) if chances[number].random() >= loss)
         now = monotonic()
         for queue, (_, outer) in zip(late, links, strict=True):
             while queue and queue[0][0] <= now:
@@ -110,12 +111,14 @@ def carry(links: Sequence[tuple[int, int]], settings: memoryview[float]) -> NoRe
 
 
 def frames(device: int) -> Iterator[bytes]:
-    """The frames that wait in a device, at most a turn of them."""
+    """The frames that wait in a device, at most those of a round."""
     with suppress(BlockingIOError):
-        for _ in range(TURN):
+        for _ in range(MOST_FRAMES):
             yield os.read(device, MOST_BYTES)
 
 
 def send(device: int, frame: bytes) -> None:
-    with suppress(OSError):  # the link is cut: the frame is lost
+    try:
         os.write(device, frame)
+    except OSError:
+        return  # the link is cut: the frame is lost
