@@ -56,15 +56,18 @@ class Rate:
         """The bytes per second that a TCP stream carries."""
         return self.bits / 8 * GOODPUT
 
-    def shape(self, burst: int | None) -> str:
-        """The qdisc for tc. The token bucket holds 1 ms, or 1.5 ms if that is less than a superpacket.
+    def bucket(self, burst: int | None) -> int:
+        """The bytes of the token bucket: `burst`, or 1 ms, or 1.5 ms if that is less than a superpacket.
 
         A deeper bucket would let a message pass above the rate after a pause. A shallower one would lose the tokens
         that a late timer does not use.
         """
         in_a_second = self.bits // 8
-        burst = burst or max(in_a_second // 1000, min(in_a_second * 3 // 2000, SUPERPACKET), FRAMES)
-        return f"tbf rate {self.bits}bit burst {burst} latency {LATENCY}"
+        return burst or max(in_a_second // 1000, min(in_a_second * 3 // 2000, SUPERPACKET), FRAMES)
+
+    def shape(self, burst: int | None) -> str:
+        """The qdisc for tc."""
+        return f"tbf rate {self.bits}bit burst {self.bucket(burst)} latency {LATENCY}"
 
 
 @dataclass(frozen=True)
