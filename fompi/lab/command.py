@@ -1,7 +1,7 @@
 """A cluster of hosts on one machine, each with a shaped link of its own, for one MPI job:
 
     python -m fompi.lab run --hosts 4 --rate 1gbit -- python program.py
-    python -m fompi.lab run --groups 2x2 --rate 1gbit --between 100mbit -- python program.py
+    python -m fompi.lab run --groups 2x2 --rate 1gbit --between 50mbit,80ms,0.1% -- python program.py
 
        h0       h1       h2       h3        a host: a network namespace, a name and a /dev/shm of its own
        |eth0    |eth0    |eth0    |eth0     every link is shaped in both directions
@@ -12,9 +12,9 @@ mpirun reaches its daemons over separate links (eth1). Hosts cannot reach each o
 messages, and the job can still be ended.
 
 Before the job starts, the links are measured with plain TCP and with MPI. The job starts only if both reach the shaped
-rate and neither exceeds it. With `--trust-slow`, as in `make lab`, links that are too slow are a warning. Everything
-exists in anonymous namespaces below one process. So no name can collide with another one, and the kernel removes
-everything when that process ends, whatever ends it.
+rate and neither exceeds it, and if a round trip takes what was asked for. With `--trust-slow`, as in `make lab`, links
+that are too slow are a warning. Everything exists in anonymous namespaces below one process. So no name can collide
+with another one, and the kernel removes everything when that process ends, whatever ends it.
 """
 
 from __future__ import annotations
