@@ -39,7 +39,8 @@ class Relay:
 
     def __init__(self) -> None:
         self._links: dict[str, tuple[int, int]] = {}  # descriptors of the inner and the outer device
-        self._settings = memoryview(mmap.mmap(-1, 2 * mmap.PAGESIZE)).cast("d")  # shared with the process
+        # The seconds of one way and the loss of each link, at most 512 links. It is shared with the process.
+        self._settings = memoryview(mmap.mmap(-1, 2 * 512 * 8)).cast("d")
 
     def make(self, inner: str, outer: str, loss: float | None) -> None:
         """Make the two devices of a link. It has no latency and loses nothing until `change`."""
@@ -56,7 +57,7 @@ class Relay:
             self._split(outer, bool(distance.loss))
 
     def _split(self, outer: str, splits: bool) -> None:
-        """The kernel passes up to 64 KiB of a TCP stream on at once, or splits them: so that single frames are lost."""
+        """Let the kernel pass up to 64 KiB of a TCP stream on at once, or only frames, so that single ones are lost."""
         for device in self._links[outer]:
             fcntl.ioctl(device, SET_OFFLOAD, CHECKSUMS if splits else CHECKSUMS | SUPERPACKETS)
 

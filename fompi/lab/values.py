@@ -106,7 +106,7 @@ class Change:
     """
 
     link: str
-    what: Rate | str | None  # "cut", "restore"
+    what: Rate | str | None  # a rate, "cut" or "restore"; None: only the distance changes
     distance: Distance | None = None
 
     @classmethod
