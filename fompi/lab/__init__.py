@@ -5,6 +5,7 @@
 | `values.py`     | rates, changes of links and the whole cluster, as values that are checked      |
 | `namespaces.py` | Linux namespaces below one process; messages, signals and exit statuses        |
 | `hosts.py`      | the hosts and the links between them                                           |
+| `relay.py`      | latency and loss: a process that passes frames on, later                       |
 | `launcher.py`   | how the launchers of MPICH and Open MPI reach the hosts                        |
 | `links.py`      | measures what the links carry, with TCP and with MPI                           |
 | `command.py`    | the command line                                                               |

@@ -1,7 +1,7 @@
 """A cluster of hosts on one machine, each with a shaped link of its own, for one MPI job:
 
     python -m fompi.lab run --hosts 4 --rate 1gbit -- python program.py
-    python -m fompi.lab run --groups 2x2 --rate 1gbit --between 100mbit -- python program.py
+    python -m fompi.lab run --groups 2x2 --rate 1gbit --between 50mbit,80ms,0.1% -- python program.py
 
        h0       h1       h2       h3        a host: a network namespace, a name and a /dev/shm of its own
        |eth0    |eth0    |eth0    |eth0     every link is shaped in both directions
@@ -12,9 +12,9 @@ mpirun reaches its daemons over separate links (eth1). Hosts cannot reach each o
 messages, and the job can still be ended.
 
 Before the job starts, the links are measured with plain TCP and with MPI. The job starts only if both reach the shaped
-rate and neither exceeds it. With `--trust-slow`, as in `make lab`, links that are too slow are a warning. Everything
-exists in anonymous namespaces below one process. So no name can collide with another one, and the kernel removes
-everything when that process ends, whatever ends it.
+rate and neither exceeds it, and if a round trip takes what was asked for. With `--trust-slow`, as in `make lab`, links
+that are too slow are a warning. Everything exists in anonymous namespaces below one process. So no name can collide
+with another one, and the kernel removes everything when that process ends, whatever ends it.
 """
 
 from __future__ import annotations
@@ -105,7 +105,14 @@ def main(arguments: Sequence[str]) -> int:
     run_parser.add_argument("--rate", default="1gbit", help="the rate of every host's link (1gbit)")
     run_parser.add_argument("--rates", help="a rate for each host: 1gbit,1gbit,250mbit,1gbit")
     run_parser.add_argument("--groups", help="2x4: two groups of four hosts, joined by a slow link")
-    run_parser.add_argument("--between", help="the rate of the link from each group to the others")
+    run_parser.add_argument(
+        "--between",
+        help="100mbit, or 50mbit,80ms,0.1%%: the rate of the link from each group to the others, the milliseconds of a "
+        "round trip (there and back, as ping counts), and the share of the packets that are lost on each way",
+    )
+    run_parser.add_argument(
+        "--latency", help="5ms, or 5ms,0.1%%: a round trip between two hosts, and the loss; between groups it is added"
+    )
     run_parser.add_argument("--ranks", type=int, help="the number of ranks, in blocks over the hosts (one each)")
     run_parser.add_argument("--mpi", choices=("mpich", "openmpi"), help="refuse any other MPI")
     run_parser.add_argument(
@@ -115,7 +122,10 @@ def main(arguments: Sequence[str]) -> int:
         "--size", help="the size of the messages that measure (what a link carries in 67 ms, 8MB at most)"
     )
     run_parser.add_argument(
-        "--at", action="append", default=[], help="'2.5 h1 100mbit': change a link, 2.5 seconds after the start"
+        "--at",
+        action="append",
+        default=[],
+        help="'2.5 h1 100mbit', '2.5 h1 cut', '2.5 between 20mbit,200ms': change a link, 2.5 s after the start",
     )
     run_parser.add_argument("--capacity", help="what this machine can carry, all links together (2.45gbit per core)")
     run_parser.add_argument(

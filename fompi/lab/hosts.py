@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from fompi.lab.namespaces import MS_BIND, MS_PRIVATE, MS_REC, NEWNET, NEWNS, NEWUTS, exit_with, libc, mount, tool
-from fompi.lab.values import Change, Lab, Rate, Refused, allowed_congestion_controls
+from fompi.lab.relay import Relay
+from fompi.lab.values import Change, Distance, Lab, Rate, Refused, allowed_congestion_controls
 
 LAB = Path("/dev/shm/netlab")
 """The folder of the cluster's files. It is in a private tmpfs, which disappears with the cluster."""
@@ -35,7 +36,9 @@ class Cluster:
         mount(str(LAB / "hosts"), "/etc/hosts", flags=MS_BIND)
         socket.sethostname("switch")
         self.pids = [start_host(name, lab.congestion) for name in lab.names]
+        self._relay = Relay()
         self._lay_links()
+        self._relay.start()
         self._write_scripts()
 
     def _lay_links(self) -> None:
@@ -51,14 +54,14 @@ class Cluster:
                 up, down = f"up{group}", f"down{group}"
                 make += [
                     f"link add {switch} type bridge",
-                    f"link add {up} type veth peer {down}",
+                    *self._join(down, up, None, lab.far),
                     f"link set {up} master {switch} up",
                     f"link set {down} master lab up",
                     f"link set {switch} up",
                 ]
         for host, pid in enumerate(self.pids):
             make += [
-                f"link add port{host} type veth peer eth0 netns {pid}",
+                *self._join(f"port{host}", "eth0", pid, lab.near),
                 f"link set port{host} master {switches[lab.group(host)]} up",
                 f"link add control{host} type veth peer eth1 netns {pid}",
                 f"link set control{host} master control up",
@@ -74,6 +77,23 @@ class Cluster:
         if lab.between:
             self.apply(Change("between", lab.between))
 
+    def _join(self, port: str, far: str, pid: int | None, distance: Distance | None) -> list[str]:
+        """The commands that make a link: `port` here, `far` in the namespace of process `pid`."""
+        there = f" netns {pid}" if pid else ""
+        if distance is None:
+            return [f"link add {port} type veth peer {far}{there}"]
+        inner = f"in{port}"  # its name until it is there: the switch has an eth0 of each host for a moment
+        self._relay.make(inner, port, distance.loss)
+        return [f"link set {inner}{there} name {far}"]
+
+    def move_apart(self) -> None:
+        """Give the links their latencies and losses. Rates are measured before: then TCP fills a link at once."""
+        if self.lab.far:
+            self.apply(Change("between", None, self.lab.far))
+        if self.lab.near:
+            for name in self.lab.names:
+                self.apply(Change(name, None, self.lab.near))
+
     def _write_scripts(self) -> None:
         """Write the stand-in for ssh, and the script that starts a rank."""
         for name, pid in zip(self.lab.names, self.pids, strict=True):
@@ -83,7 +103,7 @@ class Cluster:
             (LAB / name).chmod(0o755)
 
     def apply(self, change: Change) -> None:
-        """Change both directions of a link, or of all links between groups.
+        """Change a link in both directions, or all links between groups.
 
         Packets that wait in the old token bucket are dropped. One of them may be too large for the new bucket, and
         would block it.
@@ -94,12 +114,18 @@ class Cluster:
             host = self.lab.names.index(change.link)
             links = [(f"port{host}", "eth0", self.pids[host])]
         for port, far, pid in links:  # `far` is in the namespace of process `pid`
+            if change.distance:
+                self._relay.change(port, change.distance)
             if isinstance(change.what, Rate):
                 shape = change.what.shape(self.lab.burst)
                 for device, where in ((port, None), (far, pid)):
                     commands = f"qdisc replace dev {device} root pfifo\nqdisc replace dev {device} root {shape}"
                     tool("tc", "-batch", "-", text=commands, pid=where)
-            else:  # a port that is down drops packets without an error
+                if pid and self.lab.near:
+                    # What does not fit into the bucket is split into frames, which cost the relay more. 1/16: headers.
+                    most = min(change.what.bucket(self.lab.burst) * 15 // 16, 65536)
+                    tool("ip", "link", "set", far, "gso_max_size", str(most), pid=pid)
+            elif change.what:  # a port that is down drops packets without an error
                 tool("ip", "link", "set", port, "down" if change.what == "cut" else "up")
 
 

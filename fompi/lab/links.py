@@ -25,6 +25,9 @@ PORT = 5077  # of the TCP measurement; a new host has only free ports
 IDLE_SECONDS = 0.3  # silence before a message, so that the token buckets are full
 TOO_FAST, TOO_SLOW = 1.03, 0.93  # the allowed range of measured / requested rate
 ATTEMPTS = 3  # a measurement that is too slow is repeated this often at most
+PINGS = 5  # the fastest one counts
+TOO_NEAR, TOO_FAR = 0.98, 1.1  # the allowed range of measured / requested round trip
+PING_SECONDS = 0.5e-3  # what processes may add to a round trip
 TOGETHER = "all at once"  # the row of the table in which all hosts send
 
 
@@ -69,14 +72,31 @@ def deadline(lab: Lab) -> float:
 
 def measure_tcp(cluster: Cluster) -> LinkSeconds:
     """Measure with plain TCP, from a process in the network namespace of each host."""
+    sizes = [cluster.lab.message(host) for host in range(len(cluster.pids))]
+    answers = on_hosts(cluster, lambda host, ring: take_turns(host, sizes, ring), deadline(cluster.lab))
+    alone, together = zip(*answers, strict=True)
+    return LinkSeconds(alone, together)
+
+
+def ping(rank: int, ring: Any) -> float:
+    """One rank's part: a byte goes round several times. Returns the seconds of the fastest answer of the next rank."""
+    fastest = float("inf")
+    for _ in range(PINGS):
+        if rank:
+            ring.receive(1)
+        fastest = min(fastest, ring.send(1))
+        if not rank:
+            ring.receive(1)
+    return fastest
+
+
+def on_hosts(cluster: Cluster, turn: Callable[[int, Any], Any], seconds: float) -> list[Any]:
+    """[turn(host, TcpRing) for each host], each in a process of the host's network namespace."""
     specification = importlib.util.spec_from_file_location("tcp", TCP)  # importing fompi would need NumPy
     assert specification and specification.loader
     tcp = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(tcp)
-    hosts = len(cluster.pids)
-    addresses = [(f"{SUBNET}.{host + 1}", PORT) for host in range(hosts)]
-    sizes = [cluster.lab.message(host) for host in range(hosts)]
-    seconds = deadline(cluster.lab)
+    addresses = [(f"{SUBNET}.{host + 1}", PORT) for host in range(len(cluster.pids))]
     cores = sorted(os.sched_getaffinity(0))
     pipes = []
     for host, pid in enumerate(cluster.pids):
@@ -89,7 +109,7 @@ def measure_tcp(cluster: Cluster) -> LinkSeconds:
                 os.sched_setaffinity(0, {cores[host % len(cores)]})
                 try:
                     with tcp.TcpRing(host, addresses, tcp.listen(*addresses[host]), seconds) as ring:
-                        os.write(writing, json.dumps(take_turns(host, sizes, ring)).encode())
+                        os.write(writing, json.dumps(turn(host, ring)).encode())
                 except OSError as error:
                     log(f"h{host}: {error}")
                 return 0
@@ -103,8 +123,7 @@ def measure_tcp(cluster: Cluster) -> LinkSeconds:
             answers.append(pipe.read())
     if not all(answers):
         raise Refused("plain TCP does not pass between the hosts: see the lines above", REFUSED)
-    alone, together = zip(*map(json.loads, answers), strict=True)
-    return LinkSeconds(alone, together)
+    return [json.loads(answer) for answer in answers]
 
 
 def measure_mpi(cluster: Cluster, mpi: Mpi, command: Sequence[str], environment: dict[str, str]) -> LinkSeconds:
@@ -184,8 +203,7 @@ def shares(lab: Lab, times: LinkSeconds) -> Iterator[tuple[str, float, float]]:
     hosts = range(len(lab.rates))
     for host in hosts:
         rate = lab.expected(host).goodput
-        way = f"{lab.names[host]} -> {lab.names[(host + 1) % len(hosts)]}"
-        yield way, rate, lab.message(host) / times.alone[host] / rate
+        yield lab.way(host), rate, lab.message(host) / times.alone[host] / rate
     slowest = min(lab.expected(host).goodput for host in hosts)
     size = min(map(lab.message, hosts))
     yield TOGETHER, slowest, size / max(times.together) / slowest
@@ -241,6 +259,30 @@ def fault(lab: Lab, name: str, times: LinkSeconds) -> Fault | None:
     return None
 
 
+def measure_trips(cluster: Cluster) -> Fault | None:
+    """Print the seconds of a round trip over each link with a latency. Returns the fault if one is not as requested."""
+    lab = cluster.lab
+    requested = [lab.round_trip(host) for host in range(len(cluster.pids))]
+    if not any(requested):
+        return None
+    measured = on_hosts(cluster, ping, 10 + 4 * PINGS * sum(requested))
+    lines, found = [f"{f'round trip, fastest of {PINGS}; ms':<40}{'asked':>8}{'tcp':>16}"], None
+    for host, (asked, seconds) in enumerate(zip(requested, measured, strict=True)):
+        if asked:
+            lines.append(f"{lab.way(host):<40}{asked * 1e3:>8.1f}{seconds * 1e3:>8.1f} ({seconds / asked:>4.0%})")
+            found = found or trip_fault(lab.way(host), asked, seconds)
+    log("\n".join(lines))
+    return found
+
+
+def trip_fault(way: str, requested: float, measured: float) -> Fault | None:
+    """The fault if these seconds of a round trip are not those that were requested."""
+    if TOO_NEAR * requested <= measured <= TOO_FAR * requested + PING_SECONDS:
+        return None
+    reached = f"a round trip takes {measured * 1e3:.1f} ms where {requested * 1e3:g} were requested ({way})"
+    return Fault(reached, "end other programs on this machine, or use --trust", is_slow=measured > requested)
+
+
 def measure(
     cluster: Cluster,
     mpi: Mpi,
@@ -264,8 +306,11 @@ def measure(
             if not any(too_slow(cluster.lab, way, share) for way, _, share in shares(cluster.lab, measured[name])):
                 break
     log(table(cluster.lab, measured))
-    faults = [found for name, times in measured.items() if (found := fault(cluster.lab, name, times)) is not None]
-    for found in faults:
-        log(found.line(starts(found)))
+    found = [fault(cluster.lab, name, times) for name, times in measured.items()]
+    cluster.move_apart()
+    found.append(measure_trips(cluster))
+    faults = [each for each in found if each is not None]
+    for each in faults:
+        log(each.line(starts(each)))
     if not all(map(starts, faults)):
-        raise Refused("the links do not carry the requested rates: the job was not started", REFUSED)
+        raise Refused("the links are not as requested: the job was not started", REFUSED)

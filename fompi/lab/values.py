@@ -56,23 +56,58 @@ class Rate:
         """The bytes per second that a TCP stream carries."""
         return self.bits / 8 * GOODPUT
 
-    def shape(self, burst: int | None) -> str:
-        """The qdisc for tc. The token bucket holds 1 ms, or 1.5 ms if that is less than a superpacket.
+    def bucket(self, burst: int | None) -> int:
+        """The bytes of the token bucket: `burst`, or 1 ms, or 1.5 ms if that is less than a superpacket.
 
         A deeper bucket would let a message pass above the rate after a pause. A shallower one would lose the tokens
         that a late timer does not use.
         """
         in_a_second = self.bits // 8
-        burst = burst or max(in_a_second // 1000, min(in_a_second * 3 // 2000, SUPERPACKET), FRAMES)
-        return f"tbf rate {self.bits}bit burst {burst} latency {LATENCY}"
+        return burst or max(in_a_second // 1000, min(in_a_second * 3 // 2000, SUPERPACKET), FRAMES)
+
+    def shape(self, burst: int | None) -> str:
+        """The qdisc for tc."""
+        return f"tbf rate {self.bits}bit burst {self.bucket(burst)} latency {LATENCY}"
+
+
+@dataclass(frozen=True)
+class Distance:
+    """What a link has beside its rate. In a change, None leaves a part as it was."""
+
+    latency: float | None = None  # seconds of a round trip, as ping counts
+    loss: float | None = None  # the share of the packets that are lost on one way
+
+    def __str__(self) -> str:
+        latency = [] if self.latency is None else [f"{self.latency * 1e3:g}ms"]
+        return ",".join(latency if self.loss is None else [*latency, f"{self.loss * 100:g}%"])
+
+
+def link_of(text: str) -> tuple[Rate | None, Distance | None]:
+    """The rate and the distance of `50mbit,80ms,0.1%`. Each of the three may be left out."""
+    words = text.lower().split(",")
+    loss = amount(words.pop(), "%", 50) / 100 if words[-1].endswith("%") else None
+    latency = amount(words.pop(), "ms", 1000) / 1e3 if words and words[-1].endswith("ms") else None
+    rate = Rate.parse(",".join(words)) if words else None
+    return rate, None if latency is loss is None else Distance(latency, loss)
+
+
+def amount(word: str, unit: str, most: int) -> float:
+    number = word.strip().removesuffix(unit)
+    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?", number) or float(number) > most:
+        raise Refused(f"'{word}' is not possible: write 80ms for a round trip, 0.1% for a loss, at most {most}{unit}")
+    return float(number)
 
 
 @dataclass(frozen=True)
 class Change:
-    """A link gets another rate, is cut, or is restored. `link` is a host, or `between`: the links between groups."""
+    """A link gets another rate or distance, is cut, or is restored.
+
+    `link` is a host, or `between`: the links between groups.
+    """
 
     link: str
-    what: Rate | str  # "cut", "restore"
+    what: Rate | str | None  # a rate, "cut" or "restore"; None: only the distance changes
+    distance: Distance | None = None
 
     @classmethod
     def parse(cls, line: str, lab: Lab) -> Change:
@@ -80,17 +115,22 @@ class Change:
         links = [*lab.names, *(["between"] if lab.between else [])]
         if link not in links or len(line.split()) != 2:
             raise Refused(
-                f"'{line}' is not a change of a link: write LINK RATE, LINK cut or LINK restore, with LINK of "
-                f"{', '.join(links)}"
+                f"'{line}' is not a change of a link: write LINK RATE,LATENCY,LOSS, LINK cut or LINK restore, with "
+                f"LINK of {', '.join(links)}"
             )
-        change = cls(link, what if what in ("cut", "restore") else Rate.parse(what))
-        if isinstance(change.what, Rate) and link != "between":
-            rates = [change.what if name == link else rate for name, rate in zip(lab.names, lab.rates, strict=True)]
+        if what in ("cut", "restore"):
+            return cls(link, what)
+        rate, distance = link_of(what)
+        if distance and not (lab.far if link == "between" else lab.near):
+            start = f"--between {lab.between},0ms" if link == "between" else "--latency 0ms"
+            raise Refused(f"'{line}': this link has no latency that could change: start with {start}")
+        if rate and link != "between":
+            rates = [rate if name == link else old for name, old in zip(lab.names, lab.rates, strict=True)]
             check_capacity(rates, lab.capacity)
-        return change
+        return cls(link, rate, distance)
 
     def __str__(self) -> str:
-        return f"{self.link} {self.what}"
+        return f"{self.link} {','.join(str(part) for part in (self.what, self.distance) if part is not None)}"
 
 
 @dataclass(frozen=True)
@@ -100,6 +140,8 @@ class Lab:
     rates: tuple[Rate, ...]  # of each host
     groups: int = 1
     between: Rate | None = None  # the rate of the link from each group to the others
+    near: Distance | None = None  # between two hosts
+    far: Distance | None = None  # between two groups, beside that
     ranks: int = 0
     size: int | None = None  # bytes of the messages that measure
     burst: int | None = None
@@ -130,11 +172,23 @@ class Lab:
 
     def expected(self, host: int) -> Rate:
         """The rate from a host to the next one: that of the slowest link between them."""
-        after = (host + 1) % len(self.rates)
-        ways = [self.rates[host], self.rates[after]]
-        if self.between and self.group(host) != self.group(after):
+        ways = [self.rates[host], self.rates[(host + 1) % len(self.rates)]]
+        if self.between and self.leaves(host):
             ways.append(self.between)
         return min(ways, key=lambda rate: rate.bits)
+
+    def round_trip(self, host: int) -> float:
+        """The seconds from a host to the next one and back."""
+        passed = [self.near, self.far if self.leaves(host) else None]
+        return sum(distance.latency for distance in passed if distance and distance.latency)
+
+    def way(self, host: int) -> str:
+        """The name of the link from a host to the next one."""
+        return f"{self.names[host]} -> {self.names[(host + 1) % len(self.names)]}"
+
+    def leaves(self, host: int) -> bool:
+        """True if the next host is in another group."""
+        return self.group(host) != self.group((host + 1) % len(self.rates))
 
     def message(self, host: int) -> int:
         """Bytes of the message that measures the links from this host to the next."""
@@ -144,7 +198,10 @@ class Lab:
 
 def lab_of(options: argparse.Namespace) -> Lab:
     """The cluster of these options. Raises Refused if it is impossible."""
-    between = Rate.parse(options.between) if options.between else None
+    between, far = link_of(options.between) if options.between else (None, None)
+    rate, near = link_of(options.latency) if options.latency else (None, None)
+    if rate:
+        raise Refused(f"--latency {options.latency}: write it as 5ms or 5ms,0.1%, and the rate as --rate {rate}")
     groups, hosts = 1, options.hosts
     if options.groups:
         match = re.fullmatch(r"([0-9]+)x([0-9]+)", options.groups)
@@ -155,8 +212,8 @@ def lab_of(options: argparse.Namespace) -> Lab:
             raise Refused(f"--groups {options.groups} makes {groups * int(match[2])} hosts, not {hosts}: drop --hosts")
         hosts = groups * int(match[2])
         if not between:
-            raise Refused("--groups needs the rate of the slow link between them: --between 100mbit")
-    elif between:
+            raise Refused("--groups needs the rate of the slow link between them: --between 100mbit or 100mbit,80ms")
+    elif options.between:
         raise Refused("--between is a link between groups: give --groups 2x2 too")
     if options.rates:
         rates = tuple(Rate.parse(text) for text in options.rates.split(","))
@@ -174,7 +231,8 @@ def lab_of(options: argparse.Namespace) -> Lab:
     congestion = options.congestion
     if congestion is None:
         congestion = CONGESTION[0] if CONGESTION[0] in allowed_congestion_controls() else CONGESTION[1]
-    return Lab(rates, groups, between, ranks, size_of(options.size), options.burst, options.pin, capacity, congestion)
+    size = size_of(options.size)
+    return Lab(rates, groups, between, near, far, ranks, size, options.burst, options.pin, capacity, congestion)
 
 
 def allowed_congestion_controls() -> list[str]:

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter, sleep
 from types import ModuleType
@@ -374,8 +373,8 @@ def _is_by_ucx() -> bool:
     launch = launcher.detect()
     try:
         MPI = _load_mpi4py()
-    except LaunchError:
-        return find_spec("mpi4py") is None
+    except LaunchError as error:
+        return isinstance(error.__cause__, ModuleNotFoundError)
     alone = environment.value("FOMPI_SINGLETONS") == "1"
     return (
         launch.launcher == "torchrun"

@@ -6,20 +6,24 @@ import os
 import re
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from fompi.lab import command as tool
-from fompi.lab import namespaces
+from fompi.lab import namespaces, relay
 from fompi.lab.hosts import LAB
 from fompi.lab.launcher import Mpi
-from fompi.lab.links import LinkSeconds, fault, table
-from fompi.lab.values import Change, Lab, Rate, Refused
+from fompi.lab.links import LinkSeconds, fault, table, trip_fault
+from fompi.lab.relay import carry
+from fompi.lab.values import Change, Distance, Lab, Rate, Refused, link_of
 
 MEASURE = """
 import os, socket, sys, time
@@ -180,6 +184,62 @@ else:
     assert changes == ["h0 200mbit", "h1 50mbit", "h1 250mbit", "h1 cut", "h1 restore"]
 
 
+FAR = (
+    MEASURE
+    + """
+if rank:
+    listener = socket.create_server(("", 5001))
+world.Barrier()
+stream = listener.accept()[0] if rank else socket.create_connection(("h1", 5001))
+stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+stream.settimeout(20)
+
+def control(line):
+    with open(os.environ["NETLAB_CONTROL"], "w") as fifo:
+        print(line, file=fifo)
+    time.sleep(0.3)
+
+def trip():
+    start = time.perf_counter()
+    stream.sendall(b"?")
+    assert stream.recv(1) == b"!"
+    return (time.perf_counter() - start) * 1e3
+
+if rank:
+    while stream.recv(1):
+        stream.sendall(b"!")
+else:
+    say("TRIP", min(trip() for _ in range(5)))
+    control("between 20mbit,100ms")
+    say("TRIP", min(trip() for _ in range(5)))
+    control("between cut")
+    stream.sendall(b"?")
+    stream.settimeout(1)
+    try:
+        say("CUT", stream.recv(1))
+    except TimeoutError:
+        say("CUT", "silent")
+    stream.settimeout(20)
+    control("between restore")
+    say("RESTORED", stream.recv(1))
+    stream.close()
+"""
+)
+
+
+@pytest.mark.measures
+@pytest.mark.one_mpi
+def test_groups_at_a_distance(netlab):
+    """A round trip takes what was asked for, also after a change. A cut is silent, and no stream is reset."""
+    finished = netlab(*("--trust", "--groups=2x1", "--rate=100mbit", "--size=100kB", "--between=50mbit,40ms"), code=FAR)
+    assert finished.returncode == 0 and not finished.left_behind, finished.output
+    trips = [float(trip) for trip in re.findall(r"^TRIP (.*)$", finished.stdout, re.MULTILINE)]
+    assert len(trips) == 2 and 40 <= trips[0] < 50 and 100 <= trips[1] < 110, finished.output
+    assert "CUT silent" in finished.stdout and "RESTORED b'!'" in finished.stdout
+    assert re.search(r"^h1 -> h0 +40\.0 +4\d\.\d \(1\d\d%\)$", finished.stderr, re.MULTILINE), finished.output
+    assert re.search(r"after [\d.]+ s: between 20mbit,100ms$", finished.stderr, re.MULTILINE)
+
+
 @pytest.mark.measures
 @pytest.mark.one_mpi
 def test_a_deep_bucket_is_refused(netlab):
@@ -282,6 +342,7 @@ def test_nothing_is_left(kernel, tmp_path, ending, at_a_terminal):
         "--trust",
         "--hosts=2",
         "--rate=100mbit",
+        "--latency=2ms",
     )
     process = subprocess.Popen(
         [*netlab, "--", sys.executable, script],
@@ -294,7 +355,7 @@ def test_nothing_is_left(kernel, tmp_path, ending, at_a_terminal):
     try:
         assert process.stdout.readline().startswith(b"up")
         alive = marked(mark)
-        assert len(alive) > 8  # netlab, its first process, two hosts, mpirun, its daemons, the ranks
+        assert len(alive) > 9  # netlab, its first process, two hosts, the relay, mpirun, its daemons, the ranks
         files = {path for pid in alive for path in open_files(pid)} - {str(script)}
         (os.killpg if at_a_terminal else os.kill)(process.pid, ending)
         assert process.wait(20) == (-ending if ending == signal.SIGKILL else 128 + ending)
@@ -365,6 +426,15 @@ def surroundings():
         ("--at 1_h4_cut", "is not a change of a link"),
         ("--at 1_h3_fast", "'fast' is not a rate"),
         ("--at 1_between_cut", "with LINK of h0, h1, h2, h3"),
+        ("--at 1_h1_200ms", "this link has no latency that could change: start with --latency 0ms"),
+        ("--at 1_h1_80ms,20mbit --latency 5ms", "'80ms,20mbit' is not a rate"),
+        ("--groups 2x2 --between 9mbit --at 1_between_1%", "start with --between 9mbit,0ms"),
+        ("--groups 2x2 --between 80ms", "--groups needs the rate"),
+        ("--between 80ms", "give --groups"),
+        ("--latency 2s", "'2s' is not a rate"),
+        ("--latency 9mbit,5ms", "write it as 5ms or 5ms,0.1%, and the rate as --rate 9mbit"),
+        ("--latency 2000ms", "at most 1000ms"),
+        ("--latency 5ms,60%", "at most 50%"),
     ],
 )
 def test_bad_input_is_one_line_with_a_remedy(options, words, capsys):
@@ -452,6 +522,66 @@ def test_a_lab_as_values():
         "NETLAB_CORES_PER_RANK": "0.4",
     }
     assert Lab((fast, slow)).expected(0) == Lab((fast, slow)).expected(1) == slow
+
+
+@pytest.mark.one_mpi
+def test_distances_as_values():
+    assert link_of("50mbit,80ms,0.1%") == (Rate.parse("50mbit"), Distance(0.08, pytest.approx(0.001)))
+    assert link_of("1gbit")[1] is None and link_of("0.5%") == (None, Distance(None, 0.005))
+    lab = Lab((Rate.parse("1gbit"),) * 4, 2, Rate.parse("50mbit"), near=Distance(0.005), far=Distance(0.08, 0.1))
+    assert [lab.round_trip(host) for host in range(4)] == pytest.approx([0.005, 0.085, 0.005, 0.085])
+    for line in ("between 20mbit,200ms", "between 1%", "h1 0ms,2.5%", "h1 cut", "h1 10mbit"):
+        assert str(Change.parse(line, lab)) == line
+    assert trip_fault("h1 -> h2", 0.08, 0.0805) is trip_fault("h1 -> h2", 0.005, 0.0055) is None
+    assert not trip_fault("h1 -> h2", 0.08, 0.04).is_slow
+    late = trip_fault("h1 -> h2", 0.08, 0.1)
+    assert late.is_slow and "takes 100.0 ms where 80 were requested (h1 -> h2): end other" in late.line(starts=False)
+
+
+def carried(frames, latency, loss):
+    """The frames that a relay lets out of a link, those that it lets in, and the seconds of the first one out."""
+    (inner, host), (outer, switch) = (socket.socketpair(type=socket.SOCK_SEQPACKET) for _ in range(2))
+    for end in (inner, outer):
+        end.setblocking(False)
+    child = os.fork()
+    if not child:
+        carry([(inner.fileno(), outer.fileno())], memoryview(struct.pack("dd", latency / 2, loss)).cast("d"))
+    try:
+        start = time.monotonic()
+        host.sendall(b"first")
+        assert switch.recv(9) == b"first"
+        seconds = time.monotonic() - start
+        out, into = [], []
+        for frame in frames:
+            host.sendall(frame)
+            switch.sendall(frame)
+            into.append(host.recv(9))
+        switch.settimeout(latency + 0.5)
+        with suppress(TimeoutError):
+            while True:
+                out.append(switch.recv(9))
+        return out, into, seconds
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        for end in (inner, host, outer, switch):
+            end.close()
+
+
+@pytest.mark.one_mpi
+def test_a_relay_delays_and_loses_the_same_frames_in_every_run():
+    frames = [str(number).encode() for number in range(200)]
+    out, into, seconds = carried(frames, 0.1, 0.1)
+    assert into == frames and seconds >= 0.05
+    assert out == sorted(out, key=int) and 170 < len(out) < 190
+    assert carried(frames, 0.0, 0.1)[0] == out
+
+
+@pytest.mark.one_mpi
+def test_a_kernel_without_tap_devices(monkeypatch):
+    monkeypatch.setattr(relay, "TUN", "/nowhere/tun")
+    with pytest.raises(Refused, match=r"need /nowhere/tun \(No such file or directory\): load the module tun"):
+        relay.tap("tap0")
 
 
 @pytest.mark.one_mpi
