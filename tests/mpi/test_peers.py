@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 
 import fompi
+import peers
 from fompi.base.errors import LayoutError
-from fompi.bench import collectives, peers
+from fompi.bench import collectives
+from fompi.bench.cases import FusedCase
 from fompi.bench.cluster import TcpHosts
 from fompi.bench.measure import DEFAULT, Bench
-from fompi.bench.peers import OPERATIONS, PeerCase
 from fompi.bench.rivals import plain_mpi
-from fompi.bench.rivals.gloo import Gloo
 from fompi.bench.rivals.messages import Requests
+from fompi.bench.rivals.rival import OPERATIONS
 from fompi.tuning.rounds import relative_error
+from gloo import Gloo
 
 MAKERS = {
     "blocking": plain_mpi.blocking,
@@ -31,7 +33,7 @@ MAKERS = {
 
 
 def case(operation, size):
-    return PeerCase(operation, m=8 * size * size, n=5, k=7)
+    return FusedCase(operation, m=8 * size * size, n=5, k=7)
 
 
 def operands_and_reference(operation, comm):
