@@ -79,7 +79,7 @@ def symmetry(plan: Plan, sizes: Sizes, machine: Machine, known: dict[int, Constr
     """
     check_sizes(plan, sizes)
     size = plan.size
-    if plan.order or plan.schedule.partition("(")[0] not in SYMMETRIC or plan.problem.operation in ROOTED:
+    if plan.schedule.partition("(")[0] not in SYMMETRIC or plan.problem.operation in ROOTED:
         return size
     step = lcm(max((level.ranks for level in machine.levels if level.ranks < size), default=1), plan.group_size)
     counts = sizes.runs or sizes.pairs

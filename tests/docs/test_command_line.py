@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from commands import PROGRAM, ROOT, run_here
+from plan_texts import programs_from_json
 
 import fompi
 from fompi.base.layout import Partial, Replicate, Shard, Spec
@@ -22,7 +23,7 @@ from fompi.cli.calibrate import described_instead
 from fompi.cli.main import COMMANDS, main
 from fompi.cli.output import DEFAULT_COLUMNS, Progress, show
 from fompi.ops.operations import OPERATIONS
-from fompi.plans.plan import Plan, programs_from_json
+from fompi.plans.plan import Plan
 
 SCRIPT = Path(sys.executable).with_name("fompi")
 

@@ -8,8 +8,8 @@ import catalogue
 import numpy as np
 import pytest
 
-from fompi.backends import emulated
-from fompi.backends.emulated import CORNER, Emulated, corner
+import emulated
+from emulated import CORNER, Emulated, corner
 from fompi.base.errors import DeviceError
 from fompi.model.machine import Machine
 from fompi.plans.kernels import KERNELS, OF_WIRES

@@ -10,7 +10,7 @@ import pytest
 import accelerator as kernels
 import pipelines
 import strategy
-from fompi.backends.emulated import Emulated
+from emulated import Emulated
 from fompi.backends.numbers import product, wide_product
 from fompi.model.machine import Machine
 from fompi.parallel import linear

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from accelerator import INSTANT, MARK, PILOT_ROUNDS, Accelerator
-from fompi.backends.emulated import Emulated
+from emulated import Emulated
 from fompi.bench.measure import Bench, Call
 from fompi.engine.communicator import Communicator
 from fompi.engine.mesh import Mesh

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 import fompi
-from fompi.backends.emulated import CORNER, Emulated, corner
+from emulated import CORNER, Emulated, corner
 from fompi.base.layout import offsets, split
 from fompi.bench.cases import FusedCase
 from fompi.bench.measure import Bench, Call, plan, schedules

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from accelerator import INSTANT, MARK, PILOT_ROUNDS
-from fompi.backends.emulated import Emulated
+from emulated import Emulated
 from fompi.bench.measure import Bench
 from fompi.model.pipeline import has_chunks, predicted
 from fompi.parallel.pipeline import SCHEDULES, Pipeline

@@ -43,7 +43,7 @@ from fompi.planner.candidates import UNFUSED, Candidate
 from fompi.planner.explain import Explanation
 from fompi.runtime.report import percentile
 from fompi.tuning.calibrate import calibrate, slowdown
-from fompi.tuning.rounds import Figure, Row, best_of, median_interval, over_best
+from fompi.tuning.rounds import Figure, Row, best_of, median_interval
 
 RANDOM_SHAPES, QUICK_SHAPES, SEED = 100, 2, 2026
 
@@ -158,6 +158,19 @@ def _measured(bench: Bench, machine: Machine, case: FusedCase) -> _Measured:
         replace(final, predicted={name: seconds[name] for name in final.samples}),
     )
     return measured._replace(final=replace(measured.final, figures=_compared(measured, at_kernels)))
+
+
+def over_best(samples: Mapping[str, Sequence[float]], chosen: str) -> float:
+    """The time of `chosen`, divided by the time of the best contestant: the median over the rounds.
+
+    In each round the best contestant is the one with the least median of all other rounds. So no contestant is the best
+    because it was lucky in that round.
+    """
+    ratios = []
+    for i, seconds in enumerate(samples[chosen]):
+        others = {name: [*times[:i], *times[i + 1 :]] or times for name, times in samples.items()}
+        ratios.append(seconds / samples[best_of(others)][i])
+    return median(ratios)
 
 
 def _finalists(first: Row) -> list[str]:
