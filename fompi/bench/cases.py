@@ -1,4 +1,4 @@
-"""The grid of fused operations on real GEMMs, and how they run without fompi: what several suites share.
+"""The grid of fused operations on real GEMMs, and how they run without overlap: what several suites share.
 
 Every rank multiplies M x K by K x N in float32, and M x N elements travel: the product, or the operand of an
 all-gather. So the messages take the same time for every K (twice as long for an all-reduce), and the kernel's time is
@@ -7,7 +7,6 @@ proportional to K.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -15,18 +14,16 @@ from functools import partial
 import numpy as np
 
 from fompi.bench.measure import Bench, Call
-from fompi.bench.rivals import plain_mpi
-from fompi.bench.rivals.rival import OPERATIONS, Array
+from fompi.bench.rivals.library import OPERATIONS, Array, blocking
 from fompi.tuning.rounds import Figure
 
 M = 2048
 KS, QUICK_KS = (512, 1024, 2048, 4096), (512,)
 KERNEL = "kernel alone"
-UNFUSED_P2P, BLOCKING, PAIRWISE = "unfused, fompi P2P", "unfused, mpi4py blocking", "unfused, mpi4py P2P"
-UNFUSED = (UNFUSED_P2P, BLOCKING, PAIRWISE)
+UNFUSED = UNFUSED_P2P, BLOCKING = "unfused, fompi P2P", "unfused, mpi4py blocking"
 
-MOST_SLOWER, LEAST_SLICED, LEAST_SLICED_CASE = 1.02, 1.0, 0.97
-"""Targets: fompi / without overlap; slices / fompi as a mean of all rows, and in each row."""
+MOST_SLOWER = 1.02
+"""The target for fompi / without overlap."""
 
 
 @dataclass(frozen=True)
@@ -105,22 +102,13 @@ def kernel_of(case: FusedCase) -> Call:
     return partial(np.matmul, a, b, out=np.empty((m, outer), np.float32))
 
 
-def without_fompi(bench: Bench, held: ExitStack, case: FusedCase, slices: Sequence[int]) -> dict[str, Call]:
-    """The operation without overlap, and by mpi4py in slices, bound until `held` closes them."""
-    mpi, operation = bench.mpi, case.operation
+def without_overlap(bench: Bench, held: ExitStack, case: FusedCase) -> dict[str, Call]:
+    """The operation without overlap: by messages of fompi, bound until `held` closes it, and by the MPI library."""
     x, w = case.operands(bench.comm.rank, bench.comm.size)
     return {
-        **bench.by_schedules(held, operation, {UNFUSED_P2P: {"schedule": "unfused_p2p"}}, x=x, w=w),
-        BLOCKING: plain_mpi.blocking(operation, mpi, x, w, held),
-        PAIRWISE: plain_mpi.pairwise(operation, mpi, x, w, held),
-        **{f"{s} slices, library": plain_mpi.library_slices(operation, mpi, x, w, held, s) for s in slices},
-        **{f"{s} slices, P2P": plain_mpi.pairwise(operation, mpi, x, w, held, s) for s in slices},
+        **bench.by_schedules(held, case.operation, {UNFUSED_P2P: {"schedule": "unfused_p2p"}}, x=x, w=w),
+        BLOCKING: blocking(case.operation, bench.cluster.own, x, w),
     }
-
-
-def progress_of(bench: Bench) -> str:
-    """How the messages of a row progressed, and how often others disturbed it, in words."""
-    return f"{bench.progress}; slices of mpi4py: a helper that polls; {bench.cluster.runs()}"
 
 
 def low_end(slower: Figure, most: float | None) -> Figure:

@@ -24,7 +24,7 @@ import numpy as np
 
 import fompi
 from fompi.bench.measure import DEFAULT, MIB, Bench, Call
-from fompi.bench.rivals.rival import of_mpi
+from fompi.bench.rivals.library import of_mpi
 from fompi.schedules.registry import can_move
 from fompi.tuning.rounds import Row
 

@@ -16,6 +16,7 @@ limit is max(product, messages), the median of what each round allows.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -28,17 +29,13 @@ import numpy as np
 import fompi
 from fompi.bench.cases import (
     KERNEL,
-    LEAST_SLICED,
-    LEAST_SLICED_CASE,
     MOST_SLOWER,
-    UNFUSED,
     FusedCase,
     cases_of,
     grid,
     kernel_of,
     low_end,
-    progress_of,
-    without_fompi,
+    without_overlap,
 )
 from fompi.bench.measure import DEFAULT, Bench, Call, repeated, schedules, with_wires
 from fompi.bench.rivals.exchange import bare_exchange
@@ -46,8 +43,6 @@ from fompi.cli.output import UsageError
 from fompi.planner.candidates import UNEVEN
 from fompi.runtime.report import lower_quartile
 from fompi.tuning.rounds import Figure, Row, best_of, geometric_mean, of_all_ranks, ratio
-
-SLICES = (2, 4, 8)
 
 CANDIDATES = schedules({"direct": (1, 2, 4, 8, *UNEVEN), "ring": (1, 2, 4, 8)})
 """The schedules of fompi, by the names of contestants."""
@@ -93,8 +88,12 @@ def rows(bench: Bench) -> list[Row]:
     return [*measured_rows, summary(bench, measured_rows)] if measured_rows else []
 
 
-def measured(bench: Bench, case: FusedCase, has_slices: bool = True, wire: str = "") -> Row:
-    """The best schedule of fompi, the default one, the operation without overlap, and in slices (`has_slices`).
+Rivals = Callable[[Bench, ExitStack, FusedCase], Mapping[str, Call]]
+"""The contestants besides fompi, bound until the stack closes them. The names of those without overlap begin so."""
+
+
+def measured(bench: Bench, case: FusedCase, wire: str = "", rivals: Rivals = without_overlap) -> Row:
+    """The best schedule of fompi, the default one, and rivals.
 
     With a `wire` also the default schedule with messages of this form, under the name of the wire.
     """
@@ -106,13 +105,12 @@ def measured(bench: Bench, case: FusedCase, has_slices: bool = True, wire: str =
     with ExitStack() as held:
         able = {name: how for name, how in CANDIDATES.items() if is_available(case.operation, how)}
         candidates = bench.by_schedules(held, case.operation, able, x=x, w=w)
-        even = [s for s in SLICES if has_slices and case.m // comm.size % s == 0]
-        others: dict[str, Call] = {DEFAULT: default, **without_fompi(bench, held, case, even)}
+        others: dict[str, Call] = {DEFAULT: default, **rivals(bench, held, case)}
         errors = bench.checked(candidates | others, reference)
         if wire:
             others[wire] = partial(operation, comm=with_wires(comm, [wire])[wire])
             errors |= bench.checked({wire: others[wire]}, reference, MOST_ROUNDED)
-        unfused = {name: others[name] for name in UNFUSED}
+        unfused = {name: others[name] for name in unfused_of(others)}
         pilot = bench.times(candidates | unfused, PILOT_ROUNDS, monitor=monitor)
         best, opponent = (min(names, key=lambda name: min(pilot[name])) for names in (candidates, unfused))
         exchange = exchange_of(bench.cluster.own, case, comm.size)
@@ -120,6 +118,11 @@ def measured(bench: Bench, case: FusedCase, has_slices: bool = True, wire: str =
         samples = bench.times(calls, monitor=monitor)
         cpu = cpu_seconds(bench, exchange)
     return evaluated(bench, case, best, cpu, bench.row_of(str(case), samples, errors=errors, opponent=opponent))
+
+
+def unfused_of(names: Iterable[str]) -> list[str]:
+    """Those of the contestants that do not overlap."""
+    return [name for name in names if name.startswith("unfused")]
 
 
 def is_available(operation: str, how: dict[str, Any]) -> bool:
@@ -130,8 +133,7 @@ def evaluated(bench: Bench, case: FusedCase, best: str, cpu: float, row: Row) ->
     """The row with its limits, figures and marks. `best` is fompi's best schedule, `cpu` is c_m."""
     t_c, t_m, asked = row.median(KERNEL), row.median(BARE), bench.asked
     bound = median(max(c + cpu, m) for c, m in zip(row.samples[KERNEL], row.samples[BARE], strict=True))
-    slices = [name for name in row.samples if "slices," in name and name != best]
-    unfused = row.best(UNFUSED)
+    unfused = row.best(unfused_of(row.samples))
     quartiles = {name: lower_quartile(samples) for name, samples in row.samples.items()}
     soonest = max(quartiles[KERNEL] + cpu, quartiles[BARE])
     is_headline = case.operation == "matmul_reduce_scatter" and case.k == 1024
@@ -144,10 +146,6 @@ def evaluated(bench: Bench, case: FusedCase, best: str, cpu: float, row: Row) ->
         Figure(f"bound / time{LOWER_QUARTILES}", soonest / quartiles[best], limit=1.0),
         row.ratio(DEFAULT, best),
     ]
-    if slices:
-        figures.append(row.ratio(row.best(slices), best, least=asked(LEAST_SLICED_CASE)))
-        best_slices = min(quartiles[name] for name in slices)
-        figures.append(Figure(f"best slices / fompi{LOWER_QUARTILES}", best_slices / quartiles[best]))
     is_void = not bench.cluster.shared and cpu > MOST_CPU * t_m
     return replace(
         row,
@@ -155,7 +153,7 @@ def evaluated(bench: Bench, case: FusedCase, best: str, cpu: float, row: Row) ->
         limits={"T_c": t_c, "T_m": t_m, "bound": bound},
         figures=figures,
         marks=["void: the exchange costs too much CPU time"] * is_void,
-        progress=progress_of(bench),
+        progress=f"{bench.progress}; {bench.cluster.runs()}",
     )
 
 
@@ -171,9 +169,6 @@ def summary(bench: Bench, measured_rows: list[Row]) -> Row:
         what = f"geometric mean of {len(valid)} rows"
         means.append(mean(f"bound / time, {what}", valid, 0, least=bench.asked(LEAST_BOUND), limit=1.0))
         means.append(mean(f"bound / time{LOWER_QUARTILES}, {what}", valid, 4, limit=1.0))
-    least = bench.asked(LEAST_SLICED)
-    means.append(mean("best slices / fompi, geometric mean", measured_rows, 6, least=least))
-    means.append(mean(f"best slices / fompi{LOWER_QUARTILES}, geometric mean", measured_rows, 7))
     means.append(mean(f"{DEFAULT} / the best of fompi, geometric mean", measured_rows, 5))
     return Row("all rows", str(bench.cluster), figures=means)
 

@@ -103,7 +103,7 @@ def run_shape(shape: Shape, ranks: int, rounds: int, json_file: str | None, wire
         ):
             load, rows, bench = OtherLoad(cluster.comm), list[Row](), Bench(comm, cluster, rounds)
             for case in progress.each(cases_of(shape, comm.size)):
-                rows.append(fused.measured(bench, case, False, wire))
+                rows.append(fused.measured(bench, case, wire))
                 if comm.rank == 0 and json_file != "-":
                     progress.erase()
                     show(*Trial.of(shape, comm.size, cluster, rows, (0.0, 0), wire).news())

@@ -12,10 +12,11 @@ import pytest
 from commands import ROOT
 
 import peers
+import plain_mpi
 from fompi.bench import collectives, device, fused
-from fompi.bench.cases import KERNEL, UNFUSED
+from fompi.bench.cases import KERNEL
 from fompi.bench.measure import DEFAULT
-from fompi.bench.rivals.rival import OPERATIONS
+from fompi.bench.rivals.library import OPERATIONS
 
 SUITES = "tools/suites"
 """The suites that are not in the wheel, from the folder of the project."""
@@ -32,7 +33,7 @@ def test_peers(mpirun, tmp_path):
     assert [row["what"].split(",")[0] for row in rows] == list(OPERATIONS)
     for row in rows:
         known = row["samples"].keys() | row["absent"].keys()
-        for name in (*UNFUSED, *peers.FUSED, "gloo blocking", "gloo, 2 slices", "JAX collectives"):
+        for name in (*plain_mpi.UNFUSED, *peers.FUSED, "gloo blocking", "gloo, 2 slices", "JAX collectives"):
             assert name in known
         assert {"2 slices, library", "2 slices, P2P", "JAX ppermute ring", "kernel alone"} <= row["samples"].keys()
         assert not row["absent"]
@@ -150,7 +151,7 @@ SHARED = "shared memory: no link"
 @pytest.mark.timeout(120)
 def test_fused(mpirun):
     """Each operation runs with overlap, without it and in slices. Rows have limits, and the last row sums them up."""
-    done = mpirun(2, "-m", "fompi", "bench", "fused", "--quick", "--rounds", "1", "--json", seconds=110)
+    done = mpirun(2, "-m", "fompi", "bench", f"{SUITES}/fused.py", "--quick", "--rounds", "1", "--json", seconds=110)
     assert done.returncode == 0, done.output
     *rows, summary = json.loads(done.stdout)["rows"]
     assert [row["what"].split(",")[0] for row in rows] == list(OPERATIONS)

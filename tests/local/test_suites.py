@@ -7,8 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+import fused as sliced_fused
 import papers
 import peers
+import plain_mpi
 import planner
 from fompi.base.errors import FompiError
 from fompi.bench import fused, table, trial
@@ -43,11 +45,12 @@ def samples(**seconds):
 
 def fused_row(best=1.06, unfused=1.9, sliced=1.2, cpu=0.02, shared=False, k=512):
     named = samples(**{peers.KERNEL: 1.0, fused.BARE: 0.9, DEFAULT: 1.1, "fompi direct, 2 slices": best})
-    named |= dict.fromkeys(fused.UNFUSED, [unfused] * 7)
-    named |= {f"{n} slices, {way}": [sliced] * 7 for n in fused.SLICES for way in ("library", "P2P")}
+    named |= dict.fromkeys(plain_mpi.UNFUSED, [unfused] * 7)
+    named |= {f"{n} slices, {way}": [sliced] * 7 for n in sliced_fused.SLICES for way in ("library", "P2P")}
     case = FusedCase("matmul_reduce_scatter", 2048, 2048, k)
     row = Row(str(case), "two hosts", named)
-    return fused.evaluated(bench(shared), case, "fompi direct, 2 slices", cpu, row)
+    row = fused.evaluated(bench(shared), case, "fompi direct, 2 slices", cpu, row)
+    return sliced_fused.with_slices(bench(shared), row)
 
 
 @pytest.mark.parametrize(
@@ -74,11 +77,11 @@ def test_fused(seconds, missed):
 
 def test_void_rows_of_fused_do_not_count():
     good, void = fused_row(best=1.05), fused_row(best=2.0, cpu=0.5, sliced=2.5)
-    figures = {figure.name: figure for figure in fused.summary(bench(), [good, void]).figures}
+    figures = {figure.name: figure for figure in sliced_fused.summary(bench(), [good, void]).figures}
     bound = figures["bound / time, geometric mean of 1 rows"]
     assert bound.value == pytest.approx(1.02 / 1.05) and bound.reached
     assert figures["best slices / fompi, geometric mean"].reached
-    assert not fused.summary(bench(), [fused_row(best=1.2)]).reached
+    assert not sliced_fused.summary(bench(), [fused_row(best=1.2)]).reached
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import torch
 from torch import distributed
 
 from fompi.bench.c10d import start_gloo
-from fompi.bench.rivals.rival import Array, Sliced
+from fompi.bench.rivals.library import Array
+from sliced import Sliced
 
 Work = Any
 

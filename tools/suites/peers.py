@@ -20,22 +20,18 @@ from typing import Any
 from fompi.bench.cases import (
     BLOCKING,
     KERNEL,
-    LEAST_SLICED,
-    LEAST_SLICED_CASE,
     MOST_SLOWER,
-    PAIRWISE,
-    UNFUSED,
     FusedCase,
     grid,
     kernel_of,
     low_end,
-    progress_of,
-    without_fompi,
 )
 from fompi.bench.cluster import TcpHosts
 from fompi.bench.measure import Bench, Call, schedules
-from fompi.bench.rivals.rival import Array
+from fompi.bench.rivals.library import Array
 from fompi.tuning.rounds import Figure, Row, geometric_mean, texts
+from fused import HELPER, LEAST_SLICED, LEAST_SLICED_CASE
+from plain_mpi import PAIRWISE, UNFUSED, without_fompi
 from xla import Xla
 
 SLICES, QUICK_SLICES = (2, 4, 8), (2,)
@@ -132,7 +128,7 @@ def measured(
         base=row.best(UNFUSED),
         limits={"T_c": row.median(KERNEL)} | ({} if cluster.shared else {"link": row.median(LINK)}),
         figures=figures(bench, row, row.best(FUSED)),
-        progress=progress_of(bench),
+        progress=f"{bench.progress}; {HELPER}; {bench.cluster.runs()}",
     )
 
 
