@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "suite", nargs="?", type=suite_name, metavar="SUITE", help=f"{', '.join(SUITES)}; or a Python file with a suite"
     )
-    parser.add_argument("--like", nargs="+", metavar="M,K,N", help="the same as `try M,K,N`; with --device: the shape")
+    parser.add_argument("--like", metavar="M,K,N", help="with --device: the shape of fused operations")
     parser.add_argument(
         "--device", choices=DEVICES, help="on buffers of a device: fused (or no suite), collectives, a file's suite"
     )
@@ -51,16 +51,12 @@ def run(options: argparse.Namespace) -> int:
     """Measure on all ranks. Rank 0 prints the table and writes the files that are named."""
     if options.rounds < 1 or options.ranks < 1:
         raise UsageError("bench: --rounds and --ranks are 1 or more")
-    if options.like and options.suite is None and is_suite(options.like[-1]):  # --like M,K,N SUITE
-        options.suite = options.like.pop()
     suite = options.suite or "fused"
-    like = None if options.like is None else product_of(options.like)
-    if options.device is not None and like is not None and suite != "fused":
-        raise UsageError("bench: --like with --device is the shape of fused operations")
-    if like is not None and options.device is None:
-        return trial.run_shape(like, options.ranks, options.rounds, options.json)
+    like = None if options.like is None else product_of([options.like])
+    if like is not None and (options.device is None or suite != "fused"):
+        raise UsageError("bench: --like is the shape of fused operations on a --device; `try M,K,N` is for the host")
     if options.suite is None and options.device is None:
-        raise UsageError(f"bench: name a suite ({', '.join(SUITES)}), a --device, or a shape with --like M,K,N")
+        raise UsageError(f"bench: name a suite ({', '.join(SUITES)}, a file SUITE.py), or a --device")
     if options.ranks > 1 and (status := trial.on_own_ranks(options.ranks)) is not None:
         return status
     trial.note_threads()
@@ -94,13 +90,9 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def is_suite(text: str) -> bool:
-    """True for the name of a suite, and for that of a Python file."""
-    return text in SUITES or text.endswith(".py")
-
-
 def suite_name(text: str) -> str:
-    if is_suite(text):
+    """The name of a suite, or that of a Python file."""
+    if text in SUITES or text.endswith(".py"):
         return text
     raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(SUITES)}, a file SUITE.py)")
 

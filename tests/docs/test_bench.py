@@ -254,18 +254,18 @@ def test_a_shape_as_json(mpirun):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--like 0,8,8", "fompi: '0,8,8': each size must be an integer >= 1"),
-        ("--like 90000000,90000000,8", "fompi: Unable to allocate"),
-        ("fused --quick --row nothing", "fompi: bench fused: no row has 'nothing' in its name"),
-        ("c10d --device software", "fompi: bench c10d: the suite has no rows_on_device(bench)"),
-        ("nowhere.py", "fompi: bench nowhere.py: No such file or directory"),
-        ("fused --quick --plot rows.pdf", "fompi: rows.pdf: a picture is SVG or PNG"),
-        ("fused --quick --json /no/such/folder/rows.json", "No such file or directory"),
+        ("try 0,8,8", "fompi: '0,8,8': each size must be an integer >= 1"),
+        ("try 90000000,90000000,8", "fompi: Unable to allocate"),
+        ("bench fused --quick --row nothing", "fompi: bench fused: no row has 'nothing' in its name"),
+        ("bench c10d --device software", "fompi: bench c10d: the suite has no rows_on_device(bench)"),
+        ("bench nowhere.py", "fompi: bench nowhere.py: No such file or directory"),
+        ("bench fused --quick --plot rows.pdf", "fompi: rows.pdf: a picture is SVG or PNG"),
+        ("bench fused --quick --json /no/such/folder/rows.json", "No such file or directory"),
     ],
 )
 def test_an_error_is_printed_once(mpirun, arguments, words):
     """Before anything is measured. An error on a single rank ends the job."""
-    done = mpirun(2, "-m", "fompi", "bench", *arguments.split(), seconds=50)
+    done = mpirun(2, "-m", "fompi", *arguments.split(), seconds=50)
     assert done.returncode != 0 and not done.timed_out and done.output.count(words) == 1, done.output
     assert "Traceback" not in done.output
 
@@ -304,13 +304,13 @@ def test_an_error_on_one_rank_ends_a_benchmark(mpirun, tmp_path):
 
 @pytest.mark.timeout(60)
 def test_a_shape_of_ones_own(mpirun, tmp_path):
-    """`bench --like` is `try`: a table for each of four operations, and a verdict. "Nothing gained" is one, too.
+    """A table for each of four operations, and a verdict. "Nothing gained" is one, too.
 
     With a name, JSON is a file beside the table.
     """
     file = tmp_path / "trial.json"
     # Three ranks share the cores, so they wait for no quiet machine.
-    done = mpirun(3, "-m", "fompi", "bench", "--like", "96,96,96", "--rounds", "2", "--json", file, seconds=50)
+    done = mpirun(3, "-m", "fompi", "try", "96,96,96", "--rounds", "2", "--json", file, seconds=50)
     assert done.returncode == 0, done.output
     head, *lines = filter(None, done.stdout.splitlines())
     assert head == f"x[96, 96] @ w[96, 96], 3 ranks, {SHARED}, float32"

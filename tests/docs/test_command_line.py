@@ -174,7 +174,6 @@ WRONG = {
     "try 0,8,8": "'0,8,8': each size must be an integer >= 1",
     "try 8,-1,8": "'8,-1,8': each size must be an integer >= 1",
     "try 8,8,8 --op ring": "unrecognized arguments: --op ring (`",
-    "bench --like 64": "a shape is M,K,N",
     "bench --device software --like 64": "a shape is M,K,N",
 }
 MISSPELT = {
@@ -184,7 +183,7 @@ MISSPELT = {
     "plan all_gather 64x4": "the following arguments are required: --ranks",
     "plan all_gather 64x4 --ranks four": "invalid int value: 'four'",
     "bench collectives --rounds 0": "--rounds and --ranks are 1 or more",
-    "bench --like 64,64,64 --ranks 0": "--rounds and --ranks are 1 or more",
+    "bench --like 64,64,64": "`try M,K,N` is for the host",
     "bench": " bench: name a suite (collectives, ",
     "bench everything": "invalid choice: 'everything'",
     "try": "the following arguments are required: M,K,N",
