@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from plan_texts import with_program
+
 from fompi.plans.kernels import KERNELS
 from fompi.plans.plan import Chunk, Collective, Compute, Op, Plan, Program, Recv, Send
 from fompi.plans.verify import COLLECTIVES
@@ -26,7 +28,7 @@ def mutant(plan: Plan, random) -> tuple[str, Plan]:
 
 
 def with_ops(plan: Plan, rank: int, ops: list[Op]) -> Plan:
-    return plan.with_program(replace(plan.programs[rank], ops=tuple(ops)))
+    return with_program(plan, replace(plan.programs[rank], ops=tuple(ops)))
 
 
 def somewhere(plan: Plan, random, kinds: tuple[type, ...] = (Send, Recv, Compute, Collective)):
@@ -257,7 +259,7 @@ def other_memory(plan, random):
     change = random.choice(({"dtype": dtype}, {"dtype": plan.problem.dtype}, {"row": row}))
     for program in plan.programs:
         buffers = tuple(replace(b, **change) if b.name == name else b for b in program.buffers)
-        plan = plan.with_program(replace(program, buffers=buffers))
+        plan = with_program(plan, replace(program, buffers=buffers))
     return plan
 
 

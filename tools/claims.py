@@ -112,7 +112,7 @@ _STRATEGIES = {
     "experts": ("mixture of experts", "(Md + Mc) / G", (0.4, 0.6, 0.8, 1)),
     "experts, two micro-batches": ("mixture of experts, forward under backward", "(Md + Mc) / G", (0.6, 1)),
 }
-"""label -> the rows of `bench parallel`, and the ratios of each."""
+"""label -> the rows of the suite `parallel`, and the ratios of each."""
 
 _SMALL = "(64 B|1 KiB|16 KiB|64 KiB)"
 _SUMS = "(all_reduce( async| bfloat16| float16)?|reduce_scatter_single|reduce)"
@@ -192,9 +192,10 @@ CLAIMS = (
         "ddp",
         "DistributedDataParallel, ten shapes",
         "Two hosts with one core each, 1 Gbit/s, stacks of residual MLP blocks, buckets of 1 MiB. `backend` is torch's "
-        "DistributedDataParallel on the backend fompi. The bound is the larger one of link and cores (`bench ddp`); "
-        "`hidden` is the share of what it lets a step hide. Asked of gloo / backend and gloo / fompi.torch: 1.0 in "
-        "every row. gloo itself is within 13 % of the bound, so nothing can be 1.3 times as fast.",
+        "DistributedDataParallel on the backend fompi. The bound is the larger one of link and cores "
+        "(`tools/suites/ddp.py`); `hidden` is the share of what it lets a step hide. Asked of gloo / backend and "
+        "gloo / fompi.torch: 1.0 in every row. gloo itself is within 13 % of the bound, so nothing can be 1.3 times "
+        "as fast.",
         (
             Pick("gloo / backend", " rows$", "^gloo / fompi$"),
             Pick("gloo / fompi.torch", " rows$", r"^gloo / fompi\.torch$"),

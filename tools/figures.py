@@ -85,7 +85,10 @@ def measure(suite: str, mpi: str, trust: bool, quick: bool) -> None:
         sys.exit(f"there is no {bin_folder}/python: call `make test` once")
     RAW.mkdir(parents=True, exist_ok=True)
     raw = RAW / f"{suite}-{mpi}.json"
-    inner = ["python", "-m", "fompi", "bench", suite.partition("-")[0], "--rounds", str(rounds), *["--quick"] * quick]
+    name = suite.partition("-")[0]
+    own = f"tools/suites/{name}.py"  # else a suite of the wheel
+    which = own if (ROOT / own).exists() else name
+    inner = ["python", "-m", "fompi", "bench", which, "--rounds", str(rounds), *["--quick"] * quick]
     lab = ["python", "tools/netlab.py", "run", *links, "--mpi", mpi] if links else ["mpirun", "-n", "2"]
     shown = shlex.join([*lab, *["--"] * bool(links), *inner])
     print(shown, flush=True)

@@ -48,10 +48,6 @@ class Backend(Protocol):
         """The dtype of the arrays that hold elements of the logical dtype `dtype`."""
         ...
 
-    def poisoned(self, shape: Sequence[int], dtype: str) -> Any:
-        """A new array full of NaN, or of the largest integer. A value that is read by mistake becomes visible."""
-        ...
-
     def empty(self, arena: Any, shape: Sequence[int], dtype: str, place: str = "", aligned: bool = True) -> Any:
         """A new array for elements of the logical dtype `dtype`.
 

@@ -51,13 +51,6 @@ class Numpy:
     def storage(self, dtype: str) -> np.dtype[Any]:
         return storage(dtype)
 
-    def poisoned(self, shape: Sequence[int], dtype: str) -> Array:
-        if dtype == "bfloat16":
-            return np.full(shape, 0x7FC0, np.uint16)
-        kind = storage(dtype)
-        filler: Any = np.nan if kind.kind in "fc" else True if kind.kind == "b" else np.iinfo(kind).max
-        return np.full(shape, filler, kind)
-
     def empty(self, arena: Any, shape: Sequence[int], dtype: str, place: str = "", aligned: bool = True) -> Array:
         array: Array = arena.take(tuple(shape), storage(dtype), aligned)
         return array

@@ -12,7 +12,9 @@ A size is that of the larger tensor of a rank, in bytes. The results of fompi ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -21,8 +23,8 @@ import torch
 from torch import distributed as dist
 
 from fompi.bench.measure import Bench, repeated
-from fompi.bench.training import beside_torch
 from fompi.engine.communicator import Communicator
+from fompi.torch.autoload import register
 from fompi.tuning.rounds import Figure, Row, difference
 
 SIZES = (64, 1 << 10, 1 << 14, 1 << 16, 1 << 20, 1 << 24, 100_000_000)
@@ -44,6 +46,27 @@ GLOO, OURS, LIBRARY = "gloo", "fompi", "MPI"
 
 Verb = tuple[Callable[[], object], Callable[[], list[Any]]]
 """A verb on one group: its call, and what it writes on this rank."""
+
+
+def start_gloo(comm: Any, address: str) -> None:
+    """Make a group of gloo over the ranks of `comm` (mpi4py) the default one. They meet at `address`, a port of rank 0.
+
+    The variable GLOO_SOCKET_IFNAME names the network interface.
+    """
+    torch.set_num_threads(1)  # like the kernels of all contestants
+    rank, size, patience = comm.Get_rank(), comm.Get_size(), timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=size, timeout=patience)
+
+
+@contextmanager
+def beside_torch(bench: Bench) -> Iterator[tuple[Bench, Any]]:
+    """The benchmark beside PyTorch, whose default group is one of gloo, and a group of the backend "fompi"."""
+    register()
+    start_gloo(bench.mpi, bench.cluster.rendezvous())
+    try:
+        yield replace(bench, moves="gloo: threads"), dist.new_group(backend="fompi")
+    finally:
+        dist.destroy_process_group()
 
 
 def rows(bench: Bench) -> list[Row]:

@@ -24,7 +24,7 @@ import numpy as np
 
 import fompi
 from fompi.bench.measure import DEFAULT, MIB, Bench, Call
-from fompi.bench.rivals.rival import of_mpi
+from fompi.bench.rivals.library import of_mpi
 from fompi.schedules.registry import can_move
 from fompi.tuning.rounds import Row
 
@@ -55,8 +55,15 @@ CANDIDATES: dict[str, dict[str, Any]] = {
 
 
 def rows(bench: Bench) -> list[Row]:
+    return _rows(bench, measured)
+
+
+def rows_on_device(bench: Bench) -> list[Row]:
+    return _rows(bench, on_device)
+
+
+def _rows(bench: Bench, measure: Callable[..., Row]) -> list[Row]:
     totals = bench.place.totals[: 1 if bench.quick else None]
-    measure = measured if bench.place.device is None else on_device
     return bench.rows(
         {_title(*case): partial(measure, operation=case[0], total=case[1]) for case in product(OPERATIONS, totals)}
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,32 +15,26 @@ from fompi.bench import table, trial
 from fompi.bench.cluster import TcpHosts
 from fompi.bench.measure import Bench, HostPlace
 from fompi.cli.output import Progress, UsageError, show_markdown
-from fompi.cli.plan import product_of
+from fompi.cli.plan import product_of, run_file
 from fompi.engine.handshake import agree
+from fompi.tuning.rounds import Row
 
 EXAMPLE = "{} bench overhead --quick"
 
-SUITES = (
-    "collectives", "fused", "papers", "parallel", "step", "ddp", "c10d", "decode", "train", "peers", "planner", "adapt",
-    "overhead", "jit", "smaller", "order",
-)  # fmt: skip
-"""Each is a module of this room, with `rows(bench) -> list[Row]`."""
+SUITES = ("collectives", "fused", "c10d", "overhead")
+"""Each is a module of this room. A suite has `rows(bench) -> list[Row]`, and `rows_on_device(bench)` if it can."""
 
 DEVICES = ("cuda", "software")
 """What `--device` may be."""
 
-ON_DEVICES = ("fused", "collectives", "parallel", "step")
-"""The suites that have rows on a device."""
-
-WITHOUT_SUMMARY = tuple(suite for suite in SUITES if suite not in ("fused", "peers", "planner", "adapt"))
-"""Suites whose rows do not depend on each other: `--row` selects some of them."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("suite", nargs="?", choices=SUITES)
-    parser.add_argument("--like", nargs="+", metavar="M,K,N", help="the same as `try M,K,N`; with --device: the shape")
     parser.add_argument(
-        "--device", choices=DEVICES, help="on buffers of a device: fused (or no suite), collectives, parallel, step"
+        "suite", nargs="?", type=suite_name, metavar="SUITE", help=f"{', '.join(SUITES)}; or a Python file with a suite"
+    )
+    parser.add_argument("--like", metavar="M,K,N", help="with --device: the shape of fused operations")
+    parser.add_argument(
+        "--device", choices=DEVICES, help="on buffers of a device: fused (or no suite), collectives, a file's suite"
     )
     parser.add_argument("--ranks", type=int, default=2, help="outside of mpirun: how many to start (2)")
     parser.add_argument("--rounds", type=int, default=15, help="rounds in which every contestant runs (15)")
@@ -56,23 +51,16 @@ def run(options: argparse.Namespace) -> int:
     """Measure on all ranks. Rank 0 prints the table and writes the files that are named."""
     if options.rounds < 1 or options.ranks < 1:
         raise UsageError("bench: --rounds and --ranks are 1 or more")
-    if options.like and options.suite is None and options.like[-1] in SUITES:  # --like M,K,N SUITE
-        options.suite = options.like.pop()
     suite = options.suite or "fused"
-    like = None if options.like is None else product_of(options.like)
-    if options.device is not None and suite not in ON_DEVICES:
-        raise UsageError(f"bench: --device has these suites: {', '.join(ON_DEVICES)}")
-    if options.device is not None and like is not None and suite != "fused":
-        raise UsageError("bench: --like with --device is the shape of fused operations")
-    if like is not None and options.device is None:
-        return trial.run_shape(like, options.ranks, options.rounds, options.json)
+    like = None if options.like is None else product_of([options.like])
+    if like is not None and (options.device is None or suite != "fused"):
+        raise UsageError("bench: --like is the shape of fused operations on a --device; `try M,K,N` is for the host")
     if options.suite is None and options.device is None:
-        raise UsageError(f"bench: name a suite ({', '.join(SUITES)}), a --device, or a shape with --like M,K,N")
-    if options.row and options.device is None and suite not in WITHOUT_SUMMARY:
-        raise UsageError(f"bench: --row selects rows of these suites: {', '.join(WITHOUT_SUMMARY)}")
+        raise UsageError(f"bench: name a suite ({', '.join(SUITES)}, a file SUITE.py), or a --device")
     if options.ranks > 1 and (status := trial.on_own_ranks(options.ranks)) is not None:
         return status
     trial.note_threads()
+    rows_of = rows_of_suite(suite, options.device is not None)
     json, markdown, plot = options.json, options.markdown, options.plot
     with fompi.Communicator() as comm:
         agree(comm, f"bench {suite}", table.refusal(comm.rank, json, markdown, plot))
@@ -82,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
             TcpHosts(comm.link.comm, options.quick) as cluster,
         ):
             bench = Bench(comm, cluster, options.rounds, options.quick, options.row, progress, like, place)
-            rows = suite_of(suite).rows(bench)
+            rows = rows_of(bench)
         place.check()
         if not rows:
             raise FompiError(f"bench {suite}: no row has {options.row!r} in its name")
@@ -102,10 +90,29 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def suite_of(name: str) -> Any:
-    """The module of a suite. Raises FompiError if it compares with a package that is not installed."""
+def suite_name(text: str) -> str:
+    """The name of a suite, or that of a Python file."""
+    if text in SUITES or text.endswith(".py"):
+        return text
+    raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(SUITES)}, a file SUITE.py)")
+
+
+def rows_of_suite(name: str, on_device: bool) -> Callable[[Bench], list[Row]]:
+    """What measures the rows of a suite. Raises FompiError if it cannot be imported, or has no such rows."""
+    wanted = "rows_on_device" if on_device else "rows"
+    rows = names_of(name).get(wanted)
+    if rows is None:
+        raise FompiError(f"bench {name}: the suite has no {wanted}(bench)")
+    made: Callable[[Bench], list[Row]] = rows
+    return made
+
+
+def names_of(name: str) -> Mapping[str, Any]:
+    """The names that the module of a suite defines. It may compare with a package that is not installed."""
+    if name not in SUITES:
+        return run_file(name, "bench")
     try:
-        return import_module(f"fompi.bench.{name}")
+        return vars(import_module(f"fompi.bench.{name}"))
     except ModuleNotFoundError as error:
         raise FompiError(f"bench {name} needs {error.name}, which is not installed: pip install {error.name}") from None
 

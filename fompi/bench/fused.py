@@ -1,6 +1,6 @@
 """The fused operations on real GEMMs against what physics allows: mpirun -n 2 python -m fompi bench fused
 
-The settings are those of `fompi.bench.peers`. The limit of a row is
+The settings are those of `fompi.bench.cases`. The limit of a row is
 
     bound = max(T_c + c_m, T_m)
 
@@ -16,6 +16,7 @@ limit is max(product, messages), the median of what each round allows.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -26,16 +27,22 @@ from typing import Any
 import numpy as np
 
 import fompi
-from fompi.bench import peers
+from fompi.bench.cases import (
+    KERNEL,
+    MOST_SLOWER,
+    FusedCase,
+    cases_of,
+    grid,
+    kernel_of,
+    low_end,
+    without_overlap,
+)
 from fompi.bench.measure import DEFAULT, Bench, Call, repeated, schedules, with_wires
-from fompi.bench.peers import KERNEL, UNFUSED, PeerCase, cases, cases_of, kernel_of, low_end, without_fompi
 from fompi.bench.rivals.exchange import bare_exchange
 from fompi.cli.output import UsageError
 from fompi.planner.candidates import UNEVEN
 from fompi.runtime.report import lower_quartile
 from fompi.tuning.rounds import Figure, Row, best_of, geometric_mean, of_all_ranks, ratio
-
-SLICES = (2, 4, 8)
 
 CANDIDATES = schedules({"direct": (1, 2, 4, 8, *UNEVEN), "ring": (1, 2, 4, 8)})
 """The schedules of fompi, by the names of contestants."""
@@ -49,7 +56,7 @@ PIECES = 4
 """Pieces of a shard in the bare exchange."""
 
 LEAST_BOUND, LEAST_OVER_UNFUSED = 0.94, 1.55
-"""Targets: bound / time; without overlap / fompi in the headline row. Others are those of `fompi.bench.peers`."""
+"""Targets: bound / time; without overlap / fompi in the headline row. Others are those of `fompi.bench.cases`."""
 
 MOST_CPU = 0.1
 """The most that c_m may be of T_m."""
@@ -77,16 +84,16 @@ DEVICE_PILOT_ROUNDS = 3
 
 
 def rows(bench: Bench) -> list[Row]:
-    if bench.place.device is not None:
-        shape = shape_on_device(bench)
-        made = cases_of(shape, bench.comm.size)[:2]
-        return bench.rows({case.operation: partial(on_device, case=case, shape=shape) for case in made})
-    measured_rows = [measured(bench, case) for case in bench.each(cases(bench.quick))]
-    return [*measured_rows, summary(bench, measured_rows)]
+    measured_rows = [measured(bench, case) for case in bench.each(grid(bench.quick))]
+    return [*measured_rows, summary(bench, measured_rows)] if measured_rows else []
 
 
-def measured(bench: Bench, case: PeerCase, has_slices: bool = True, wire: str = "") -> Row:
-    """The best schedule of fompi, the default one, the operation without overlap, and in slices (`has_slices`).
+Rivals = Callable[[Bench, ExitStack, FusedCase], Mapping[str, Call]]
+"""The contestants besides fompi, bound until the stack closes them. The names of those without overlap begin so."""
+
+
+def measured(bench: Bench, case: FusedCase, wire: str = "", rivals: Rivals = without_overlap) -> Row:
+    """The best schedule of fompi, the default one, and rivals.
 
     With a `wire` also the default schedule with messages of this form, under the name of the wire.
     """
@@ -98,13 +105,12 @@ def measured(bench: Bench, case: PeerCase, has_slices: bool = True, wire: str = 
     with ExitStack() as held:
         able = {name: how for name, how in CANDIDATES.items() if is_available(case.operation, how)}
         candidates = bench.by_schedules(held, case.operation, able, x=x, w=w)
-        even = [s for s in SLICES if has_slices and case.m // comm.size % s == 0]
-        others: dict[str, Call] = {DEFAULT: default, **without_fompi(bench, held, case, even)}
+        others: dict[str, Call] = {DEFAULT: default, **rivals(bench, held, case)}
         errors = bench.checked(candidates | others, reference)
         if wire:
             others[wire] = partial(operation, comm=with_wires(comm, [wire])[wire])
             errors |= bench.checked({wire: others[wire]}, reference, MOST_ROUNDED)
-        unfused = {name: others[name] for name in UNFUSED}
+        unfused = {name: others[name] for name in unfused_of(others)}
         pilot = bench.times(candidates | unfused, PILOT_ROUNDS, monitor=monitor)
         best, opponent = (min(names, key=lambda name: min(pilot[name])) for names in (candidates, unfused))
         exchange = exchange_of(bench.cluster.own, case, comm.size)
@@ -114,16 +120,20 @@ def measured(bench: Bench, case: PeerCase, has_slices: bool = True, wire: str = 
     return evaluated(bench, case, best, cpu, bench.row_of(str(case), samples, errors=errors, opponent=opponent))
 
 
+def unfused_of(names: Iterable[str]) -> list[str]:
+    """Those of the contestants that do not overlap."""
+    return [name for name in names if name.startswith("unfused")]
+
+
 def is_available(operation: str, how: dict[str, Any]) -> bool:
     return operation != "matmul_all_to_all" or how["schedule"] == "direct"
 
 
-def evaluated(bench: Bench, case: PeerCase, best: str, cpu: float, row: Row) -> Row:
+def evaluated(bench: Bench, case: FusedCase, best: str, cpu: float, row: Row) -> Row:
     """The row with its limits, figures and marks. `best` is fompi's best schedule, `cpu` is c_m."""
     t_c, t_m, asked = row.median(KERNEL), row.median(BARE), bench.asked
     bound = median(max(c + cpu, m) for c, m in zip(row.samples[KERNEL], row.samples[BARE], strict=True))
-    slices = [name for name in row.samples if "slices," in name and name != best]
-    unfused = row.best(UNFUSED)
+    unfused = row.best(unfused_of(row.samples))
     quartiles = {name: lower_quartile(samples) for name, samples in row.samples.items()}
     soonest = max(quartiles[KERNEL] + cpu, quartiles[BARE])
     is_headline = case.operation == "matmul_reduce_scatter" and case.k == 1024
@@ -131,15 +141,11 @@ def evaluated(bench: Bench, case: PeerCase, best: str, cpu: float, row: Row) -> 
     figures = [
         Figure("bound / time", bound / row.median(best), limit=1.0),
         row.ratio(unfused, best, least=least, limit=(t_c + t_m) / bound),
-        low_end(row.ratio(best, unfused), most=asked(peers.MOST_SLOWER)),
+        low_end(row.ratio(best, unfused), most=asked(MOST_SLOWER)),
         Figure("c_m / T_m", cpu / t_m, most=asked(MOST_CPU)),
         Figure(f"bound / time{LOWER_QUARTILES}", soonest / quartiles[best], limit=1.0),
         row.ratio(DEFAULT, best),
     ]
-    if slices:
-        figures.append(row.ratio(row.best(slices), best, least=asked(peers.LEAST_SLICED_CASE)))
-        best_slices = min(quartiles[name] for name in slices)
-        figures.append(Figure(f"best slices / fompi{LOWER_QUARTILES}", best_slices / quartiles[best]))
     is_void = not bench.cluster.shared and cpu > MOST_CPU * t_m
     return replace(
         row,
@@ -147,7 +153,7 @@ def evaluated(bench: Bench, case: PeerCase, best: str, cpu: float, row: Row) -> 
         limits={"T_c": t_c, "T_m": t_m, "bound": bound},
         figures=figures,
         marks=["void: the exchange costs too much CPU time"] * is_void,
-        progress=peers.progress_of(bench),
+        progress=f"{bench.progress}; {bench.cluster.runs()}",
     )
 
 
@@ -163,14 +169,11 @@ def summary(bench: Bench, measured_rows: list[Row]) -> Row:
         what = f"geometric mean of {len(valid)} rows"
         means.append(mean(f"bound / time, {what}", valid, 0, least=bench.asked(LEAST_BOUND), limit=1.0))
         means.append(mean(f"bound / time{LOWER_QUARTILES}, {what}", valid, 4, limit=1.0))
-    least = bench.asked(peers.LEAST_SLICED)
-    means.append(mean("best slices / fompi, geometric mean", measured_rows, 6, least=least))
-    means.append(mean(f"best slices / fompi{LOWER_QUARTILES}, geometric mean", measured_rows, 7))
     means.append(mean(f"{DEFAULT} / the best of fompi, geometric mean", measured_rows, 5))
     return Row("all rows", str(bench.cluster), figures=means)
 
 
-def exchange_of(own: Any, case: PeerCase, size: int) -> Call:
+def exchange_of(own: Any, case: FusedCase, size: int) -> Call:
     """The messages of the operation. An all-reduce moves its shards twice."""
     once = bare_exchange(own, case.m // size * case.n * 4, PIECES)
     return partial(repeated, once, 2) if case.operation == "matmul_all_reduce" else once
@@ -192,6 +195,12 @@ def cpu_seconds(bench: Bench, exchange: Call) -> float:
 # ---------------------------------------------------------------------------------------------------- on a device
 
 
+def rows_on_device(bench: Bench) -> list[Row]:
+    shape = shape_on_device(bench)
+    made = cases_of(shape, bench.comm.size)[:2]
+    return bench.rows({case.operation: partial(on_device, case=case, shape=shape) for case in made})
+
+
 def shape_on_device(bench: Bench) -> tuple[int, int, int]:
     """M, K and N. Raises UsageError if the ranks do not divide them."""
     fits = SOFTWARE_SHAPE if bench.place.is_software else QUICK_SHAPE if bench.quick else SHAPE
@@ -201,7 +210,7 @@ def shape_on_device(bench: Bench) -> tuple[int, int, int]:
     return shape
 
 
-def on_device(bench: Bench, case: PeerCase, shape: tuple[int, int, int]) -> Row:
+def on_device(bench: Bench, case: FusedCase, shape: tuple[int, int, int]) -> Row:
     """The row of one operation, whose product as a whole has this shape."""
     comm, place, backend = bench.comm, bench.place, bench.place.backend
     x, w = case.operands(comm.rank, comm.size)

@@ -18,9 +18,9 @@ from fompi.base.errors import LaunchError
 from fompi.base.tables import Table
 from fompi.base.wires import wire_of
 from fompi.bench import fused, table
+from fompi.bench.cases import KERNEL, UNFUSED, cases_of
 from fompi.bench.cluster import TcpHosts
 from fompi.bench.measure import DEFAULT, Bench
-from fompi.bench.peers import KERNEL, UNFUSED, cases_of
 from fompi.cli import plan
 from fompi.cli.output import Progress, UsageError, is_first_rank, show, show_json
 from fompi.engine.handshake import agree
@@ -103,7 +103,7 @@ def run_shape(shape: Shape, ranks: int, rounds: int, json_file: str | None, wire
         ):
             load, rows, bench = OtherLoad(cluster.comm), list[Row](), Bench(comm, cluster, rounds)
             for case in progress.each(cases_of(shape, comm.size)):
-                rows.append(fused.measured(bench, case, False, wire))
+                rows.append(fused.measured(bench, case, wire))
                 if comm.rank == 0 and json_file != "-":
                     progress.erase()
                     show(*Trial.of(shape, comm.size, cluster, rows, (0.0, 0), wire).news())

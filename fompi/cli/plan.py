@@ -6,10 +6,12 @@ import argparse
 import runpy
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import fompi
-from fompi.base.errors import in_words
+from fompi.base.errors import FompiError, in_words
 from fompi.base.layout import Spec
 from fompi.base.wires import WIRES
 from fompi.engine.communicator import machine_of_environment
@@ -95,25 +97,27 @@ def machine_of(options: argparse.Namespace) -> fompi.Machine:
     return named_machine(options) or fompi.Machine.load(DEFAULT_MACHINE)
 
 
-def load(files: Sequence[str]) -> None:
-    """Run files that register schedules (`fompi.schedule`). Their `__name__` is "fompi.loaded", not "__main__".
+def run_file(file: str, what: str) -> Mapping[str, Any]:
+    """The names that a Python file of the user defines. Its `__name__` is "fompi.loaded", not "__main__".
 
-    Raises PlanError if a file is not there, or cannot be run.
+    What it imports is looked for in its own folder first, as in that of a script. Raises FompiError, which begins with
+    `what`, if the file is not there, or cannot be run.
     """
-    for file in files:
-        try:
-            runpy.run_path(file, run_name="fompi.loaded")
-        except OSError as error:
-            raise fompi.PlanError(f"--load {file}: {error.strerror}") from error
-        except Exception as error:
-            trace = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-            line = f", line {trace[-1].lineno}" if trace else ""
-            raise fompi.PlanError(f"--load {file}{line}: {in_words(error)}") from error
+    sys.path.insert(0, str(Path(file).resolve().parent))
+    try:
+        return runpy.run_path(file, run_name="fompi.loaded")
+    except OSError as error:
+        raise FompiError(f"{what} {file}: {error.strerror}") from error
+    except Exception as error:
+        trace = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        line = f", line {trace[-1].lineno}" if trace else ""
+        raise FompiError(f"{what} {file}{line}: {in_words(error)}") from error
 
 
 def specs_of(options: argparse.Namespace) -> list[Spec]:
-    """The global tensors of the problem. Schedules of --load are there then."""
-    load(options.load)
+    """The global tensors of the problem. Files of --load, which register schedules, have run then."""
+    for file in options.load:
+        run_file(file, "--load")
     shapes = [_shape(text) for text in options.shapes]
     wanted = meaning.MEANING[options.operation]
     if "," in "".join(options.shapes[:1]) and len(shapes) == 1 and len(shapes[0]) == 3:  # M,K,N of a product

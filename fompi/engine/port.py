@@ -38,7 +38,8 @@ QUIET_SECONDS = 0.01
 """After a more urgent message others wait this long for the next one.
 
 A longer time delays urgent messages less, and leaves gaps between them unused. With tensor and data parallelism on a
-full link (`bench parallel --row "data beside"`) 10 ms has the shortest step; from 20 ms on nothing is delayed.
+full link (the row "data beside tensor parallelism" of the suite `parallel`) 10 ms has the shortest step; from 20 ms on
+nothing is delayed.
 """
 
 PATIENCE = 2.0

@@ -10,7 +10,7 @@
 - `private`: the names of JAX that no document promises.
 - `strategies`: a strategy of `fompi.parallel`, on arrays and on tracers. The strategy calls it by itself.
 
-This room may import the package jax, and all rooms from `base` to `parallel`. Only this room and `bench` import jax.
+This room may import the package jax, and all rooms from `base` to `parallel`. Only this room imports jax.
 """
 
 from fompi.base.extras import need

@@ -4,7 +4,6 @@
 - `simulate`: the predicted trace of a plan, and its time.
 - `walk`: the simulation itself, from event to event: lanes, kernels, collectives.
 - `network`: its messages: links and ports that messages share.
-- `rotation`: the same times for a ring of many ranks with unequal sizes, quickly.
 - `lower_bound`: the lower bound of a problem: no schedule is faster.
 - `flow_shop`: small scheduling problems with exact answers.
 - `fit`: the numbers of a machine from measured times.

@@ -1,4 +1,4 @@
-"""Small scheduling problems with exact answers: the best order of pieces, and the best way to cut work into pieces.
+"""Small scheduling problems with exact answers: the best way to cut work into pieces.
 
 A piece is computed and then sent, or received and then used. So it passes two machines, one after the other. Each
 machine works on one piece at a time: a flow shop. `makespan` is the time of a given order.
@@ -27,18 +27,6 @@ def makespan(jobs: Sequence[Job]) -> float:
         first += job.first
         second = max(first, second) + job.second
     return max(first, second)
-
-
-def johnson(jobs: Sequence[Job]) -> list[int]:
-    """The order with the least `makespan([jobs[i] for i in johnson(jobs)])`.
-
-    Jobs that are shorter on the first machine go first, sorted by their time there, the shortest first. The other jobs
-    follow, sorted by their time on the second machine, the shortest last (Johnson, 1954). So a rank computes its own
-    piece last, because it is not sent, and uses its own piece first, because it is not received.
-    """
-    ahead = sorted((i for i, job in enumerate(jobs) if job.first <= job.second), key=lambda i: jobs[i].first)
-    behind = sorted((i for i, job in enumerate(jobs) if job.first > job.second), key=lambda i: -jobs[i].second)
-    return ahead + behind
 
 
 class Groups(NamedTuple):

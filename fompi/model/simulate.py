@@ -10,7 +10,6 @@ from math import lcm
 
 from fompi.base.layout import Sizes
 from fompi.model.machine import Machine
-from fompi.model.rotation import rotated
 from fompi.model.walk import Walk, check_sizes
 from fompi.plans.dependencies import KERNEL_LANES, Constraints, constraints, lane
 from fompi.plans.meaning import ROOTED
@@ -54,15 +53,12 @@ def representatives(plan: Plan, machine: Machine, sizes: Sizes | None = None, an
     """The Trace of the ranks that represent all, or of all ranks. It takes as long as `simulate` predicts.
 
     `announces`: one kernel computes the products that a device can announce.
-    With more than FEW_RANKS ranks, a ring with unequal sizes is represented by the rank that ends last. And if ranks
-    differ by one row, all get the greater number of rows, if that makes them alike.
+    With more than FEW_RANKS ranks that differ by one row, all get the greater number of rows, if that makes them alike.
     """
     sizes = sizes or plan.sizes
     known: dict[int, Constraints] = {}
     step = symmetry(plan, sizes, machine, known)
     if step > FEW_RANKS:
-        if not announces and (trace := rotated(plan, sizes, machine)) is not None:
-            return trace
         rounded = Sizes((max(sizes.rows, default=0),) * plan.size)
         if sizes.rows and max(sizes.rows) == min(sizes.rows) + 1 and symmetry(plan, rounded, machine) < step:
             return representatives(plan, machine, rounded, announces)
@@ -83,7 +79,7 @@ def symmetry(plan: Plan, sizes: Sizes, machine: Machine, known: dict[int, Constr
     """
     check_sizes(plan, sizes)
     size = plan.size
-    if plan.order or plan.schedule.partition("(")[0] not in SYMMETRIC or plan.problem.operation in ROOTED:
+    if plan.schedule.partition("(")[0] not in SYMMETRIC or plan.problem.operation in ROOTED:
         return size
     step = lcm(max((level.ranks for level in machine.levels if level.ranks < size), default=1), plan.group_size)
     counts = sizes.runs or sizes.pairs

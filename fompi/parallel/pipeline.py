@@ -68,8 +68,8 @@ class Pipeline(PlannedStep):
     A step ends when all ranks have ended it, so that an error on one rank is an error on all. With `checked=False` it
     ends when this rank has done its part. Only then can zero bubble fill the end of a step with the begin of the next.
 
-    `seconds` are those of F, B, I and W, so that `plan` can be simulated. With `backend` an emulated accelerator
-    (`fompi.backends.emulated`) every call takes them, whatever it takes on the host.
+    `seconds` are those of F, B, I and W, so that `plan` can be simulated. With `backend` an emulated accelerator (one
+    with `bind_timed`) every call takes them, whatever it takes on the host.
 
     With `overlap_f_b` a forward and the backward of another micro-batch run side by side, where the schedule allows it
     (`actions`): what a strategy of one of them has sent travels while the other computes (`fompi.interleave`). So a

@@ -74,8 +74,8 @@ class PipelineProblem(OwnProblem):
         """The rank that has a stage."""
         return rank_of(stage, self.size, self.placement)
 
-    def workspace(self, rank: int, parts: int, order: Sequence[int] = ()) -> Workspace:
-        work = Workspace(rank, self.size, parts, order)
+    def workspace(self, rank: int, parts: int) -> Workspace:
+        work = Workspace(rank, self.size, parts)
         for stage in self.stages_of(rank):
             work.add(f"g{stage}", "output", "whole", (0,), self.dtype)
         return work

@@ -133,8 +133,8 @@ class StepProblem(OwnProblem):
             found.update({f"w{layer}_{part}": (layer, part) for part in sorted(others)})
         return found
 
-    def workspace(self, rank: int, parts: int, order: Sequence[int] = ()) -> Workspace:
-        work = Workspace(rank, self.size, parts, order)
+    def workspace(self, rank: int, parts: int) -> Workspace:
+        work = Workspace(rank, self.size, parts)
         for name, (layer, part) in self.kept(rank).items():
             work.add(name, "inout", "whole", (self.shares(layer)[part],), self.dtype)
         if self.has_inputs(rank):

@@ -1,6 +1,6 @@
 """Which schedule a problem should take on a machine, and why.
 
-- `candidates`: the schedules of a problem, with the slices, windows and orders of peers that are compared.
+- `candidates`: the schedules of a problem, with the slices and windows that are compared.
 - `estimate`: the approximate time of a candidate, by a formula.
 - `explain`: `Explanation`: all candidates, the best first, and what the best one hides.
 - `choose`: the schedule of a call: by the model of a machine, or by a simple rule.

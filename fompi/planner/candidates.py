@@ -1,18 +1,16 @@
-"""The candidates of a problem: its schedules, with the slices, windows and orders of peers that are worth comparing."""
+"""The candidates of a problem: its schedules, with the slices and windows that are worth comparing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
 from math import ceil, gcd, prod
 from typing import NamedTuple
-from zlib import crc32
 
 from fompi.base.layout import Sizes, Slices, cut, slices_in_words
-from fompi.model.flow_shop import Groups, Job, announced, johnson, pieces
-from fompi.model.lower_bound import call_seconds, dealt, library_nbytes, row_nbytes, rows_worked
+from fompi.model.flow_shop import Groups, announced, pieces
+from fompi.model.lower_bound import call_seconds, library_nbytes, row_nbytes, rows_worked
 from fompi.model.machine import Machine
-from fompi.plans.plan import MOST_MESSAGES, PAIRWISE, Workspace
+from fompi.plans.plan import MOST_MESSAGES, PAIRWISE
 from fompi.plans.problems import Problem
 from fompi.schedules.registry import (
     DIRECT_FAMILY,
@@ -73,25 +71,22 @@ class Candidate(NamedTuple):
     slices: Slices = 1
     window: int | None = None
     rows: tuple[int, ...] | None = None  # how many rows each rank sums in an all-reduce; None: as even as possible
-    order: tuple[tuple[int, ...], ...] = ()  # the peers of each rank in the order of its sends; empty: the schedule's
     announced: bool = False  # one kernel of a device computes the products, and announces them while it runs
 
     def __str__(self) -> str:
         cut = "" if self.schedule in ("unfused", "unfused_p2p", *WHOLE) else f", {slices_in_words(self.slices)}"
         window = "" if self.window is None else f", window {self.window}"
         rows = "" if self.rows is None else ", rows by rate"
-        # At most two orders are compared. A checksum distinguishes them.
-        order = f", peer order {crc32(str(self.order).encode()) & 0xFF:02x}" if self.order else ""
-        return f"{self.schedule}{cut}{window}{rows}{order}{', announced' * self.announced}"
+        return f"{self.schedule}{cut}{window}{rows}{', announced' * self.announced}"
 
     def fits_call(self, size: int) -> bool:
         """True if a call of `size` ranks can take this candidate. A bound plan can take every candidate.
 
-        A rank in a call knows the problem, but only its own rows. So a call has even rows, and the window and the order
-        of peers of its schedule. Its tensors may lie elsewhere each time, so no kernel announces its products.
+        A rank in a call knows the problem, but only its own rows. So a call has even rows, and the window of its
+        schedule. Its tensors may lie elsewhere each time, so no kernel announces its products.
         """
         default_window = self.schedule in DIRECT_FAMILY and self.window == direct_window(size)
-        is_usual = self.rows is None and not self.order and not self.announced
+        is_usual = self.rows is None and not self.announced
         return (self.window is None or default_window) and is_usual
 
 
@@ -240,71 +235,6 @@ def _exact_cuts(problem: Problem, machine: Machine, shard: float, unit: float, m
     call_per_slice = pieces(units, slice_of_all, collective, 0.0, MOST_PIECES)
     single_call = announced([slice_of_all(n + 1) for n in range(units)], collective)
     yield from (Candidate("sliced", slices_of(cut)) for cut in (call_per_slice, single_call) if len(cut.sizes) > 1)
-
-
-ORDERED_SLICES, MOST_ORDERED = (1, 4), 16
-"""The slices that are compared with other orders of peers. With more than MOST_ORDERED ranks there are none."""
-
-
-def peer_orders(problem: Problem, sizes: Sizes, machine: Machine) -> Iterator[Candidate]:
-    """Direct messages with another order of peers on each rank: by Johnson's rule, and the slowest links first.
-
-    There are none if all links are equal, and the pieces differ by at most one row.
-    """
-    size = problem.size
-    if not 2 < size <= MOST_ORDERED or problem.moves == "broadcast":
-        return
-    if not machine.levels and machine.slowest(size) == 1.0 and _has_even_pieces(sizes):
-        return
-    jobs_of = [
-        [_job(problem, sizes, machine, rank, dest) for dest in _default_order(problem, rank)] for rank in range(size)
-    ]
-    orders = dict.fromkeys(
-        tuple(tuple(_default_order(problem, rank)[i] for i in rule(jobs)) for rank, jobs in enumerate(jobs_of))
-        for rule in (lambda jobs: johnson([job for job, _ in jobs]), _slowest_first)
-    )
-    orders.pop(tuple(tuple(_default_order(problem, rank)) for rank in range(size)), None)
-    for order, slices in product(orders, ORDERED_SLICES):
-        yield Candidate("direct", slices, None, None, order)
-        yield Candidate("direct", slices, 1, None, order)
-
-
-def _has_even_pieces(sizes: Sizes) -> bool:
-    """True if no two pieces for other ranks differ by more than a row."""
-    rows = [n for i, row in enumerate(sizes.pairs) for j, n in enumerate(row) if i != j] or sizes.rows
-    return max(rows) - min(rows) <= 1
-
-
-def _default_order(problem: Problem, rank: int) -> Sequence[int]:
-    """The other ranks, in the order in which the schedule sends to them."""
-    way = -1 if problem.sums else 1
-    return Workspace(rank, problem.size, 1).dests(way)
-
-
-def _job(problem: Problem, sizes: Sizes, machine: Machine, rank: int, dest: int) -> tuple[Job, float]:
-    """The kernel and the message of one piece, as a Job, and the time of 1 MiB on the link, in seconds.
-
-    A piece is multiplied by `rank` and sent to `dest`, or sent to `dest` and multiplied there.
-    """
-    if problem.deals_product:  # as rows with the columns of all ranks
-        rows = dealt(problem, sizes).pairs[rank][dest] / max(1, sum(problem.columns))
-    elif sizes.pairs:
-        rows = float(sizes.pairs[rank][dest])
-    elif problem.moves == "all_gather":
-        rows = float(sizes.rows[rank])
-    elif problem.moves == "all_reduce":
-        rows = sum(sizes.rows) / problem.size
-    else:
-        rows = float(sizes.rows[dest])
-    link = machine.link(rank, dest)
-    message = link.seconds(rows * max(row_nbytes(problem)))
-    computes = bool(problem.weights or problem.gradients) and rows
-    kernel = call_seconds(problem, machine, rows) if computes else 0.0
-    return Job(kernel, message) if problem.multiplies_first else Job(message, kernel), link.seconds(1 << 20)
-
-
-def _slowest_first(jobs: Sequence[tuple[Job, float]]) -> list[int]:
-    return sorted(range(len(jobs)), key=lambda i: -jobs[i][1])
 
 
 RATED_SLICES, MOST_RATED_PIECES = (4, 16, 32, 64), 4096

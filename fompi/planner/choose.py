@@ -224,13 +224,13 @@ def plan_for(
     if schedule == "auto" and machine is not None:
         cut: Slices
         best = explain(problem, sizes, machine, at, events=MOST_EVENTS).winner.candidate
-        name, cut, best_window, rows, order, _ = best
+        name, cut, best_window, rows, _ = best
         window = best_window if window is None else window
         sizes = sizes if rows is None else Sizes(rows)
     elif schedule == "auto":
-        (name, cut), order = choose_schedule(problem, None if sizes.pairs else sum(sizes.rows)), ()
+        name, cut = choose_schedule(problem, None if sizes.pairs else sum(sizes.rows))
     elif is_available(problem, schedule):
-        name, cut, order = schedule, 1, ()
+        name, cut = schedule, 1
     else:
         raise PlanError(f"no schedule {schedule!r} for {problem.operation}{alternatives(problem, schedule)}")
-    return write(problem, name, cut if slices is None else slices, sizes, window, at, order)
+    return write(problem, name, cut if slices is None else slices, sizes, window, at)

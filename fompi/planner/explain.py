@@ -28,7 +28,6 @@ from fompi.planner.candidates import (
     candidates,
     exact_cuts,
     other_windows,
-    peer_orders,
 )
 from fompi.planner.estimate import estimate
 from fompi.plans.plan import Plan
@@ -254,7 +253,7 @@ def explain(
     """All candidates for `problem` on `machine`, the best first.
 
     These are simulated: the `simulated` best by estimate; the candidates without overlap; the candidates with rows by
-    rate or an order of peers, which the formula does not distinguish; then more, the best by estimate first, until the
+    rate, which the formula does not distinguish; then more, the best by estimate first, until the
     traces have `events` events. If the best one is direct, it is simulated with other windows too.
 
     `for_call` is for a call that waits for the choice. Then only candidates that a call can take are listed, none is
@@ -267,7 +266,7 @@ def explain(
     listed = list(
         dict.fromkeys([*candidates(problem, machine, most_ops), *exact_cuts(problem, sizes, machine, most_ops)])
     )
-    listed += [*all_reduces_by_rate(problem, sizes, machine), *peer_orders(problem, sizes, machine)]
+    listed += all_reduces_by_rate(problem, sizes, machine)
     listed += dict.fromkeys(announcing(problem, sizes, machine, listed))
     if for_call:
         listed = [candidate for candidate in listed if candidate.fits_call(problem.size)]
@@ -311,12 +310,12 @@ def explain(
 
 def _is_always_simulated(candidate: Candidate) -> bool:
     """True for candidates without overlap, and for those that the formula does not distinguish."""
-    return candidate in UNFUSED or candidate.rows is not None or bool(candidate.order)
+    return candidate in UNFUSED or candidate.rows is not None
 
 
 def _plan(problem: Problem, sizes: Sizes, candidate: Candidate, at: Callable[[int], Problem] | None) -> Plan:
-    schedule, slices, window, rows, order, _ = candidate
-    return write(problem, schedule, slices, sizes if rows is None else Sizes(rows), window, at, order)
+    schedule, slices, window, rows, _ = candidate
+    return write(problem, schedule, slices, sizes if rows is None else Sizes(rows), window, at)
 
 
 def _as_run(plan: Plan, machine: Machine) -> Plan:

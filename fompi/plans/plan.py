@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
@@ -118,31 +118,6 @@ class Collective:
 
 
 Op = Send | Recv | Compute | Collective
-
-_CHUNK = re.compile(r"(\w+)\[(\d+)(?::(\d+))?\]")
-
-
-def _chunks(text: str) -> tuple[Chunk, ...]:
-    return tuple(map(_chunk, text.split(", "))) if text else ()
-
-
-def _chunk(text: str) -> Chunk:
-    if found := _CHUNK.fullmatch(text):
-        return Chunk(found[1], int(found[2]), int(found[3] or int(found[2]) + 1))
-    raise PlanError(f"not a chunk: {text!r}")
-
-
-def parse(text: str) -> Op:
-    """The op that prints as `text`: `parse(str(op)) == op`."""
-    if message := re.fullmatch(r"(\w+\[[\d:]+\])([<>])(\d+)", text):
-        (chunk,) = _chunks(message[1])
-        return (Send if message[2] == ">" else Recv)(int(message[3]), chunk)
-    if kernel := re.fullmatch(r"(\w+)(?:<(\d+(?:, \d+)*)>)?\((.*)\) -> (.*)", text):
-        args = tuple(map(int, kernel[2].split(", "))) if kernel[2] else ()
-        return Compute(kernel[1], _chunks(kernel[3]), _chunks(kernel[4]), args)
-    if collective := re.fullmatch(r"(\w+)\{(.*) -> (.*)\}", text):
-        return Collective(collective[1], _chunks(collective[2]), _chunks(collective[3]))
-    raise PlanError(f"not an op: {text!r}")
 
 
 @dataclass(frozen=True)
@@ -281,18 +256,14 @@ class Program:
 class Workspace:
     """The buffers of one rank while its program is written: `work["x"]`, `work.scratch(...)`."""
 
-    def __init__(self, rank: int, size: int, parts: int, order: Sequence[int] = (), experts: int = 0):
+    def __init__(self, rank: int, size: int, parts: int, experts: int = 0):
         self.rank, self.size, self.parts, self.experts = rank, size, parts, experts
-        self._order = order
         self._buffers: dict[str, Buffer] = {}
         self._instead: dict[str, Buffer] = {}
 
     def dests(self, way: int) -> Sequence[int]:
-        """The other ranks in the order in which this rank sends.
-
-        This is the order of the plan. Without one it is rank + way, rank + 2 way, ... for way = 1 or -1.
-        """
-        return self._order or [(self.rank + way * d) % self.size for d in range(1, self.size)]
+        """The other ranks in the order in which this rank sends: rank + way, rank + 2 way, ... for way = 1 or -1."""
+        return [(self.rank + way * d) % self.size for d in range(1, self.size)]
 
     def add(self, name: str, role: str, axis: str, row: Sequence[int], dtype: str) -> Buffer:
         numbers = layout.blocks(axis, self.rank, self.size, self.parts, self.experts)
@@ -379,10 +350,9 @@ class Plan:
 
     `shares` are the relative sizes of the parts of a shard. `window` limits how many sends, or collectives of the MPI
     library, a rank has in flight (None: no limit); a schedule with groups has this limit for each peer. `sizes` are
-    the rows that the plan was made for; the plan runs with any other rows too. `order[rank]` lists the other ranks in
-    the order in which `rank` sends to them; it is empty if the schedule decides the order. `kernels` declares the
-    kernels of the user. With `in_order` the kernels of a rank run in program order. With a wire, each term of a result
-    is rounded at most `roundings` times.
+    the rows that the plan was made for; the plan runs with any other rows too. `kernels` declares the kernels of the
+    user. With `in_order` the kernels of a rank run in program order. With a wire, each term of a result is rounded at
+    most `roundings` times.
     """
 
     problem: Any
@@ -391,7 +361,6 @@ class Plan:
     sizes: Sizes
     programs: Sequence[Program] = field(hash=False)
     window: int | None = None
-    order: tuple[tuple[int, ...], ...] = ()
     kernels: tuple[UserKernel, ...] = ()
     in_order: bool = False
     roundings: int = 0
@@ -450,11 +419,6 @@ class Plan:
                     total += layout.nbytes(buffer.shape_of(sum(counts)), buffer.dtype)
         return total
 
-    def with_program(self, program: Program) -> Plan:
-        """This plan with another program for one rank."""
-        programs = tuple(program if p.rank == program.rank else p for p in self.programs)
-        return replace(self, programs=programs)
-
     def __str__(self) -> str:
         return grid(self)
 
@@ -475,7 +439,6 @@ class Plan:
             "schedule": self.schedule,
             "shares": self.shares,
             "window": self.window,
-            "order": self.order,
             "sizes": self.sizes._asdict(),
         }
         if self.kernels or self.in_order:
@@ -483,38 +446,6 @@ class Plan:
         if self.roundings:
             head["roundings"] = self.roundings
         return json.dumps({"problem": asdict(self.problem), **head, "programs": programs}, indent=1)
-
-
-def programs_from_json(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of the Problem and the fields of the Plan, from the text that `Plan.to_json` wrote."""
-    try:
-        data = json.loads(text)
-        size, shares = len(data["programs"]), tuple(map(int, data["shares"]))
-        parts = len(shares) * max(data["problem"].get("experts") or (1,))
-        programs = tuple(
-            Program(rank, size, parts, tuple(_buffer(b) for b in p["buffers"]), tuple(map(parse, p["ops"])))
-            for rank, p in enumerate(data["programs"])
-        )
-        pairs = tuple(tuple(row) for row in data["sizes"]["pairs"])
-        sizes = Sizes(tuple(data["sizes"]["rows"]), pairs)
-        if data["sizes"].get("runs"):
-            sizes = Sizes.grouped(data["sizes"]["runs"])
-        order = tuple(tuple(map(int, dests)) for dests in data["order"])
-        fields = {"schedule": data["schedule"], "shares": shares, "sizes": sizes, "window": data["window"]}
-        kernels = tuple(map(_kernel, data.get("kernels", ())))
-        fields |= {"order": order, "kernels": kernels, "in_order": bool(data.get("in_order"))}
-        fields["roundings"] = int(data.get("roundings", 0))
-        return data["problem"], {**fields, "programs": programs}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise PlanError(f"not the JSON of a plan: {type(error).__name__}: {error}") from error
-
-
-def _kernel(fields: dict[str, Any]) -> UserKernel:
-    return UserKernel(fields["name"], tuple(fields["seconds"]), tuple(map(_kernel, fields.get("beside", ()))))
-
-
-def _buffer(fields: dict[str, Any]) -> Buffer:
-    return Buffer(**{**fields, "row": tuple(fields["row"])})
 
 
 # ------------------------------------------------------------------------------------------------------- the grid
@@ -634,7 +565,6 @@ _FURTHER_TERM = re.compile(r"(x|partial)[1-9]\d*")
 def _head(plan: Plan, shown: Sequence[Program]) -> str:
     scratch = max(p.scratch_nbytes(plan.extents(p.rank)) for p in shown)
     paced = "" if plan.window is None else f", window {plan.window}"
-    paced += ", custom peer order" if plan.order else ""
     if more := plan.subtree_nbytes:
         paced += f", subtrees are {format_nbytes(more)} more to send"
     head = f"{plan.problem} by {plan.schedule}: {plan.size} ranks, {parts_in_words(plan)}{paced}, "

@@ -277,9 +277,9 @@ class Problem:
         """The axis of x and the axis of the results with rows."""
         return AXES[self.moves]
 
-    def workspace(self, rank: int, parts: int, order: Sequence[int] = ()) -> Workspace:
+    def workspace(self, rank: int, parts: int) -> Workspace:
         """The input and output buffers of one rank."""
-        work = Workspace(rank, self.size, parts, order, self.experts[rank] if self.experts else 0)
+        work = Workspace(rank, self.size, parts, self.experts[rank] if self.experts else 0)
         here, there = self.axes
         whole = "experts" if self.experts else "whole"
         if self.columns:

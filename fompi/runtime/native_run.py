@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fompi.backends.emulated import Emulated
 from fompi.backends.half import storage
 from fompi.backends.numpy import Numpy
 from fompi.engine.communicator import Communicator
@@ -263,7 +262,7 @@ class InC(Task):
 
 def is_for_c(backend: Any) -> bool:
     """True if calls on this backend may run in C: its kernels are NumPy's, or take a time that is known."""
-    return type(backend) is Numpy or isinstance(backend, Emulated)
+    return type(backend) is Numpy or hasattr(backend, "bind_timed")
 
 
 class NativeCall(NamedTuple):

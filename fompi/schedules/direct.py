@@ -1,6 +1,6 @@
 """Direct: each block goes directly to the rank that needs it.
 
-In step d a rank sends to rank + d, or to rank - d for sums, unless the plan gives an order. The messages carry the same
+In step d a rank sends to rank + d, or to rank - d for sums. The messages carry the same
 bytes as in a ring, but without a chain of dependencies: a slow rank delays only its own messages. Gathers begin with
 the rank's own block, sums end with it. Terms are summed in the order of a ring, from the next rank round to the rank
 itself, so that both schedules give the same bits. Or they are added in the tree that the problem asks for.

@@ -104,27 +104,20 @@ def write(
     sizes: Sizes | None = None,
     window: int | None = None,
     at: Callable[[int], Problem] | None = None,
-    order: tuple[tuple[int, ...], ...] = (),
 ) -> Plan:
     """The Plan of `problem` by `schedule`, with shards cut into `slices`. Raises PlanError if there is no such plan.
 
     `at(rank)` is the problem of each rank, if the problems differ in columns that are not sent (None: they do not).
-    `order[rank]` lists the other ranks in the order in which `rank` sends to them (only for `DIRECT_FAMILY`).
     """
     if not is_available(problem, schedule):
         raise PlanError(f"{problem.operation} has no schedule {schedule!r}{alternatives(problem, schedule)}")
     if window is not None and (integer(window) or 0) < 1:
         raise PlanError(f"window={window!r} must be an integer >= 1, or None for no limit")
     shares, size = shares_of(schedule, slices), problem.size
-    if order and schedule not in DIRECT_FAMILY:
-        raise PlanError(f"only {', '.join(DIRECT_FAMILY)} take an order of peers, not {schedule}")
-    for rank, dests in enumerate(order):
-        if len(order) != size or sorted((*dests, rank)) != list(range(size)):
-            raise PlanError(f"order[{rank}]={dests} must list each of the other ranks once; there are {size}", rank)
 
     def program(rank: int) -> Program:
         local_problem = problem if at is None else at(rank)
-        work = local_problem.workspace(rank, len(shares) * problem.runs, order[rank] if order else ())
+        work = local_problem.workspace(rank, len(shares) * problem.runs)
         made = _of_user_packed if local_problem.packed and schedule in REGISTERED else _generator(schedule)
         return _without_empty(problem, work.program(made(local_problem, work)))
 
@@ -140,7 +133,7 @@ def write(
     empty = problem.spread((0,) * size)
     if window is None:
         window = default_window(problem, schedule, len(shares))
-    plan = Plan(problem, schedule, shares, sizes or empty, Programs(size, program), window, order)
+    plan = Plan(problem, schedule, shares, sizes or empty, Programs(size, program), window)
     return encoded(plan, roundings(problem, schedule)) if problem.wire else plan
 
 

@@ -226,16 +226,6 @@ def moved(known: Sequence[TensorPlace]) -> dict[str, Any]:
     return {place.name: place.x for place in known if has_moved(place.seen)}
 
 
-def framework_of(x: Any) -> str:
-    """The framework of `x`: "numpy", "torch", "jax", "cupy", "numba", or "dlpack" for any other tensor."""
-    family = _family(type(x))
-    if family == "tracer":
-        return "jax"
-    if family == "dlpack" and not _exports(x) and not hasattr(x, "__cuda_array_interface__"):
-        raise _not_a_tensor(x, "this object")
-    return family
-
-
 _FAMILIES = {  # (package, class) -> family
     ("numpy", "MaskedArray"): "dlpack",  # refused by _exports: its memory does not contain the mask
     ("numpy", "ndarray"): "numpy",

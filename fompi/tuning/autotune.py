@@ -170,11 +170,10 @@ def _broadcast(comm: Communicator, listed: Sequence[Candidate]) -> list[Candidat
 
 def _candidate(fields: Any) -> Candidate:
     """The candidate of a list that was read from JSON. Raises TypeError or ValueError if it is not one."""
-    schedule, slices, window, rows, order, announced = fields
+    schedule, slices, window, rows, announced = fields
     slices = tuple(map(int, slices)) if isinstance(slices, list) else int(slices)
     rows = None if rows is None else tuple(map(int, rows))
-    order = tuple(tuple(map(int, peers)) for peers in order)
-    return Candidate(str(schedule), slices, None if window is None else int(window), rows, order, bool(announced))
+    return Candidate(str(schedule), slices, None if window is None else int(window), rows, bool(announced))
 
 
 # ---------------------------------------------------------------------------------------------------------- on disk

@@ -154,19 +154,6 @@ def best_of(samples: Mapping[str, Sequence[float]]) -> str:
     return min(samples, key=lambda name: statistics.median(samples[name]))
 
 
-def over_best(samples: Mapping[str, Sequence[float]], chosen: str) -> float:
-    """The time of `chosen`, divided by the time of the best contestant: the median over the rounds.
-
-    In each round the best contestant is the one with the least median of all other rounds. So no contestant is the best
-    because it was lucky in that round.
-    """
-    ratios = []
-    for i, seconds in enumerate(samples[chosen]):
-        others = {name: [*times[:i], *times[i + 1 :]] or times for name, times in samples.items()}
-        ratios.append(seconds / samples[best_of(others)][i])
-    return statistics.median(ratios)
-
-
 def ratio(name: str, slow: Sequence[float], fast: Sequence[float], **targets: float | None) -> Figure:
     """The median of the ratios within each round, and its interval. Machines drift between rounds, not within one."""
     paired = [a / b for a, b in zip(slow, fast, strict=True)]

@@ -9,24 +9,31 @@ import sys
 
 import numpy as np
 import pytest
+from commands import ROOT
 
-from fompi.bench import collectives, device, fused, peers
+import peers
+import plain_mpi
+from fompi.bench import collectives, device, fused
+from fompi.bench.cases import KERNEL
 from fompi.bench.measure import DEFAULT
-from fompi.bench.peers import KERNEL
+from fompi.bench.rivals.library import OPERATIONS
+
+SUITES = "tools/suites"
+"""The suites that are not in the wheel, from the folder of the project."""
 
 
 @pytest.mark.timeout(200)
 def test_peers(mpirun, tmp_path):
     """mpi4py, gloo and JAX run. A rival that is not installed is named with its reason."""
     files = ["--json", tmp_path / "rows.json", "--markdown", tmp_path / "rows.md", "--plot", tmp_path / "rows.svg"]
-    done = mpirun(2, "-m", "fompi", "bench", "peers", "--quick", "--rounds", "2", *files, seconds=180)
+    done = mpirun(2, "-m", "fompi", "bench", f"{SUITES}/peers.py", "--quick", "--rounds", "2", *files, seconds=180)
     assert done.returncode == 0 and not done.left_behind, done.output
     assert (tmp_path / "rows.md").read_text() in done.stdout and b"<svg" in (tmp_path / "rows.svg").read_bytes()
     *rows, summary = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert [row["what"].split(",")[0] for row in rows] == list(peers.OPERATIONS)
+    assert [row["what"].split(",")[0] for row in rows] == list(OPERATIONS)
     for row in rows:
         known = row["samples"].keys() | row["absent"].keys()
-        for name in (*peers.UNFUSED, *peers.FUSED, "gloo blocking", "gloo, 2 slices", "JAX collectives"):
+        for name in (*plain_mpi.UNFUSED, *peers.FUSED, "gloo blocking", "gloo, 2 slices", "JAX collectives"):
             assert name in known
         assert {"2 slices, library", "2 slices, P2P", "JAX ppermute ring", "kernel alone"} <= row["samples"].keys()
         assert not row["absent"]
@@ -51,8 +58,8 @@ def test_collectives(mpirun):
 
 DEVICE_SUITES = {
     "collectives": [*collectives.OPERATIONS],
-    "parallel": ["TP+SP", "ring", "Ulysses", "mixture"],
-    "step": ["a", "a"],
+    f"{SUITES}/parallel.py": ["TP+SP", "ring", "Ulysses", "mixture"],
+    f"{SUITES}/step.py": ["a", "a"],
 }
 
 
@@ -78,7 +85,7 @@ def test_device(mpirun, tmp_path):
     """Every line says that its times are of the software device, which finds no race. cuda needs a GPU."""
     of_suites = {f"{suite} --device software --rounds 1": names for suite, names in DEVICE_SUITES.items()}
     rows, *others = together(mpirun, tmp_path, 2, ["--device software --rounds 2", *of_suites], 90).values()
-    assert [row["what"] for row in rows] == [f"{name} 64,64,64 float32" for name in peers.OPERATIONS[:2]]
+    assert [row["what"] for row in rows] == [f"{name} 64,64,64 float32" for name in OPERATIONS[:2]]
     for row in rows:
         assert row["marks"] == [device.NOT_A_GPU] and device.NOT_A_GPU in row["setup"] and "messages" in row["setup"]
         assert row["samples"].keys() == {*fused.ON_DEVICE, fused.DEVICE_UNFUSED, fused.PRODUCT, fused.MESSAGES}
@@ -94,27 +101,31 @@ def test_device(mpirun, tmp_path):
     assert done.returncode == 2 and ("there is no CUDA" in done.output or "needs CuPy" in done.output)
 
 
+def place_of(suite):
+    return f"{SUITES}/{suite}" if suite.endswith(".py") else suite
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("ranks", "suites"),
-    [(2, {"parallel": 12, "step": 1, "ddp": 1, "c10d": 14, "train": 4}), (3, {"decode": 3})],
+    [(2, {"parallel.py": 12, "step.py": 1, "ddp.py": 1, "c10d": 14, "train.py": 4}), (3, {"decode.py": 3})],
     ids=["2 ranks", "3 ranks"],
 )
 def test_strategies(mpirun, tmp_path, ranks, suites):
     """Each row has fompi, its rivals and the compute alone, all timed. On one host no figure is judged."""
-    found = together(mpirun, tmp_path, ranks, [f"{suite} --quick --rounds 1" for suite in suites], 220)
+    found = together(mpirun, tmp_path, ranks, [f"{place_of(suite)} --quick --rounds 1" for suite in suites], 220)
     for (suite, count), rows in zip(suites.items(), found.values(), strict=True):
         assert len(rows) == count, suite
         for row in rows:
             assert all(min(samples) > 0 for samples in row["samples"].values()) and len(row["samples"]) >= 2
-            assert row["figures"] and (suite in ("c10d", "decode") or row["reached"] is None)
+            assert row["figures"] and (suite in ("c10d", "decode.py") or row["reached"] is None)
             assert "fompi" in row["progress"]
 
 
 @pytest.mark.timeout(200)
 def test_planner(mpirun):
     """The machine comes first, then the shapes. Every simulated candidate is measured, and its result is right."""
-    done = mpirun(2, "-m", "fompi", "bench", "planner", "--quick", "--rounds", "2", "--json", seconds=180)
+    done = mpirun(2, "-m", "fompi", "bench", f"{SUITES}/planner.py", "--quick", "--rounds", "2", "--json", seconds=180)
     assert done.returncode == 0, done.output
     machine, *rows, summary = json.loads(done.stdout)["rows"]
     assert machine["what"] == "the machine" and "kernels:" in machine["setup"]
@@ -129,7 +140,7 @@ def test_planner(mpirun):
 
 
 def test_adapt_needs_links_that_can_be_changed(mpirun):
-    done = mpirun(2, "-m", "fompi", "bench", "adapt")
+    done = mpirun(2, "-m", "fompi", "bench", f"{SUITES}/adapt.py")
     assert done.returncode != 0 and "python -m fompi.lab" in done.output
 
 
@@ -140,10 +151,10 @@ SHARED = "shared memory: no link"
 @pytest.mark.timeout(120)
 def test_fused(mpirun):
     """Each operation runs with overlap, without it and in slices. Rows have limits, and the last row sums them up."""
-    done = mpirun(2, "-m", "fompi", "bench", "fused", "--quick", "--rounds", "1", "--json", seconds=110)
+    done = mpirun(2, "-m", "fompi", "bench", f"{SUITES}/fused.py", "--quick", "--rounds", "1", "--json", seconds=110)
     assert done.returncode == 0, done.output
     *rows, summary = json.loads(done.stdout)["rows"]
-    assert [row["what"].split(",")[0] for row in rows] == list(peers.OPERATIONS)
+    assert [row["what"].split(",")[0] for row in rows] == list(OPERATIONS)
     for row in rows:
         names = row["samples"].keys()
         assert names >= {"kernel alone", "bare exchange", "unfused, mpi4py P2P", "unfused, mpi4py blocking", *SLICES}
@@ -164,7 +175,7 @@ def test_fused(mpirun):
 @pytest.mark.timeout(120)
 def test_papers(mpirun):
     """One setting of the paper, with kernels that take their time and no core. The rows do not divide by 3."""
-    command = ["bench", "papers", "--row", "0.56", "--quick", "--rounds", "1", "--json"]
+    command = ["bench", f"{SUITES}/papers.py", "--row", "0.56", "--quick", "--rounds", "1", "--json"]
     done = mpirun(3, "-m", "fompi", *command, seconds=110)
     assert done.returncode == 0, done.output
     rows = json.loads(done.stdout)["rows"]
@@ -182,7 +193,7 @@ def test_overhead(mpirun, tmp_path):
     """Small times are in microseconds, each with its range. Every reference is there."""
     page = tmp_path / "rows.md"
     options = ["--quick", "--rounds", "2", "--json", tmp_path / "rows.json", "--markdown", page]
-    done = mpirun(2, "-m", "fompi", "bench", "overhead", *options, seconds=110)
+    done = mpirun(2, "-m", "fompi", "bench", f"{SUITES}/overhead.py", *options, seconds=110)
     assert done.returncode == 0, done.output
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [row["what"].split(",")[0] for row in rows] == [
@@ -202,7 +213,7 @@ def test_overhead(mpirun, tmp_path):
 def test_jit(mpirun, tmp_path):
     """A call in a compiled program beside the bound one, and what it hides: all contestants of a row in one run."""
     options = ["--quick", "--rounds", "2", "--json", tmp_path / "rows.json"]
-    done = mpirun(2, "-m", "fompi", "bench", "jit", *options, seconds=80)
+    done = mpirun(2, "-m", "fompi", "bench", f"{SUITES}/jit.py", *options, seconds=80)
     assert done.returncode == 0, done.output
     short, beside = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert short["samples"].keys() == {"fompi bound", "fompi.jax.jit", "jax.jit", "jax.jit of x + 1"}
@@ -229,7 +240,7 @@ def test_a_shape_as_json(mpirun):
     assert done.returncode == 0, done.output
     values = json.loads(done.stdout)
     assert values["shape"] == [64, 64, 64] and values["ranks"] == 3 and values["verdict"].endswith(".")
-    assert [outcome["operation"] for outcome in values["outcomes"]] == list(peers.OPERATIONS)
+    assert [outcome["operation"] for outcome in values["outcomes"]] == list(OPERATIONS)
     for outcome in values["outcomes"]:
         unfused, *others = outcome["lines"]
         assert outcome["verdict"] in ("gain", "nothing", "slower") and unfused["gain"] is None
@@ -243,18 +254,33 @@ def test_a_shape_as_json(mpirun):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--like 0,8,8", "fompi: '0,8,8': each size must be an integer >= 1"),
-        ("--like 90000000,90000000,8", "fompi: Unable to allocate"),
-        ("jit --quick --row nothing", "fompi: bench jit: no row has 'nothing' in its name"),
-        ("fused --quick --plot rows.pdf", "fompi: rows.pdf: a picture is SVG or PNG"),
-        ("fused --quick --json /no/such/folder/rows.json", "No such file or directory"),
+        ("try 0,8,8", "fompi: '0,8,8': each size must be an integer >= 1"),
+        ("try 90000000,90000000,8", "fompi: Unable to allocate"),
+        ("bench fused --quick --row nothing", "fompi: bench fused: no row has 'nothing' in its name"),
+        ("bench c10d --device software", "fompi: bench c10d: the suite has no rows_on_device(bench)"),
+        ("bench nowhere.py", "fompi: bench nowhere.py: No such file or directory"),
+        ("bench fused --quick --plot rows.pdf", "fompi: rows.pdf: a picture is SVG or PNG"),
+        ("bench fused --quick --json /no/such/folder/rows.json", "No such file or directory"),
     ],
 )
 def test_an_error_is_printed_once(mpirun, arguments, words):
     """Before anything is measured. An error on a single rank ends the job."""
-    done = mpirun(2, "-m", "fompi", "bench", *arguments.split(), seconds=50)
+    done = mpirun(2, "-m", "fompi", *arguments.split(), seconds=50)
     assert done.returncode != 0 and not done.timed_out and done.output.count(words) == 1, done.output
     assert "Traceback" not in done.output
+
+
+@pytest.mark.timeout(60)
+def test_a_suite_of_ones_own(mpirun, tmp_path):
+    """The file of the page. What it imports is looked for in its folder."""
+    page = (ROOT / "docs" / "reference" / "command-line.md").read_text()
+    code = page.partition("```python\n# sums.py\n")[2].partition("```")[0]
+    (tmp_path / "sums.py").write_text(f"import beside\n{code}")
+    (tmp_path / "beside.py").touch()
+    done = mpirun(2, "-m", "fompi", "bench", tmp_path / "sums.py", "--rounds", "2", "--json", seconds=50)
+    assert done.returncode == 0, done.output
+    (row,) = json.loads(done.stdout)["rows"]
+    assert row["what"] == "a sum of 1 MiB" and row["samples"].keys() == {"fompi", "MPI"}
 
 
 @pytest.mark.timeout(60)
@@ -278,18 +304,18 @@ def test_an_error_on_one_rank_ends_a_benchmark(mpirun, tmp_path):
 
 @pytest.mark.timeout(60)
 def test_a_shape_of_ones_own(mpirun, tmp_path):
-    """`bench --like` is `try`: a table for each of four operations, and a verdict. "Nothing gained" is one, too.
+    """A table for each of four operations, and a verdict. "Nothing gained" is one, too.
 
     With a name, JSON is a file beside the table.
     """
     file = tmp_path / "trial.json"
     # Three ranks share the cores, so they wait for no quiet machine.
-    done = mpirun(3, "-m", "fompi", "bench", "--like", "96,96,96", "--rounds", "2", "--json", file, seconds=50)
+    done = mpirun(3, "-m", "fompi", "try", "96,96,96", "--rounds", "2", "--json", file, seconds=50)
     assert done.returncode == 0, done.output
     head, *lines = filter(None, done.stdout.splitlines())
     assert head == f"x[96, 96] @ w[96, 96], 3 ranks, {SHARED}, float32"
     tables, ending = [lines[start : start + 5] for start in range(0, 20, 5)], lines[20:]
-    assert [table[0].split() for table in tables] == [[name, "ms", "spread", "gain"] for name in peers.OPERATIONS]
+    assert [table[0].split() for table in tables] == [[name, "ms", "spread", "gain"] for name in OPERATIONS]
     for table in tables:
         names = [line.split("  ")[0].partition(" (")[0] for line in table[1:]]
         assert names == ["without overlap", "default schedule", "best schedule", "perfect overlap of the same"]

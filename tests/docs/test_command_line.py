@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from commands import PROGRAM, ROOT, run_here
+from plan_texts import programs_from_json
 
 import fompi
 from fompi.base.layout import Partial, Replicate, Shard, Spec
@@ -22,7 +23,7 @@ from fompi.cli.calibrate import described_instead
 from fompi.cli.main import COMMANDS, main
 from fompi.cli.output import DEFAULT_COLUMNS, Progress, show
 from fompi.ops.operations import OPERATIONS
-from fompi.plans.plan import Plan, programs_from_json
+from fompi.plans.plan import Plan
 
 SCRIPT = Path(sys.executable).with_name("fompi")
 
@@ -173,7 +174,6 @@ WRONG = {
     "try 0,8,8": "'0,8,8': each size must be an integer >= 1",
     "try 8,-1,8": "'8,-1,8': each size must be an integer >= 1",
     "try 8,8,8 --op ring": "unrecognized arguments: --op ring (`",
-    "bench --like 64": "a shape is M,K,N",
     "bench --device software --like 64": "a shape is M,K,N",
 }
 MISSPELT = {
@@ -183,7 +183,7 @@ MISSPELT = {
     "plan all_gather 64x4": "the following arguments are required: --ranks",
     "plan all_gather 64x4 --ranks four": "invalid int value: 'four'",
     "bench collectives --rounds 0": "--rounds and --ranks are 1 or more",
-    "bench --like 64,64,64 --ranks 0": "--rounds and --ranks are 1 or more",
+    "bench --like 64,64,64": "`try M,K,N` is for the host",
     "bench": " bench: name a suite (collectives, ",
     "bench everything": "invalid choice: 'everything'",
     "try": "the following arguments are required: M,K,N",

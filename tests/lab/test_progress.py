@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -64,11 +65,14 @@ def test_a_cut_link_ends_a_program_that_goes_on(netlab):
     assert re.search(r"fompi: rank \d ends the job: ranks? [\d, ]+ cannot be reached", finished.stderr), finished.output
 
 
+SUITES = Path(__file__).resolve().parents[2] / "tools" / "suites"
+
 SUITE = """
-import os
+import os, sys
+sys.path.insert(0, "SUITES")
 import numpy as np
 import fompi
-from fompi.bench import papers
+import papers
 from fompi.bench.cluster import TcpHosts
 from fompi.bench.measure import Bench
 
@@ -79,7 +83,7 @@ papers.SLICED = {"slices": {"schedule": "sliced_p2p", "slices": 4}}
 good = {"fompi ring, 4 slices": {"schedule": "ring", "slices": 4}}
 bad = {"fompi ring, 4 slices": {"schedule": "unfused_p2p", "slices": 4}}  # every message waits for the whole kernel
 with TcpHosts(world.link.comm) as cluster:
-    setting = papers.PeerCase("matmul_reduce_scatter", papers.M, papers.N, papers.K)
+    setting = papers.FusedCase("matmul_reduce_scatter", papers.M, papers.N, papers.K)
     bench = Bench(world, cluster, 3)
     exchange = papers.best_exchange(bench, setting)
     for name, candidates in (("good", good), ("spoilt", bad)):
@@ -95,8 +99,8 @@ with TcpHosts(world.link.comm) as cluster:
 @pytest.mark.one_mpi
 @pytest.mark.timeout(100)
 def test_a_row_of_a_suite_misses_its_target_without_overlap(netlab):
-    """A row of `bench papers`, with its own targets. One schedule claims to overlap and does not."""
-    finished = netlab("--trust", "--hosts=3", "--rate=200mbit", code=SUITE, seconds=90)
+    """A row of the suite `papers`, with its own targets. One schedule claims to overlap and does not."""
+    finished = netlab("--trust", "--hosts=3", "--rate=200mbit", code=SUITE.replace("SUITES", str(SUITES)), seconds=90)
     assert finished.returncode == 0, finished.output
     printed = dict((name, (float(value), reached)) for name, value, reached in
                 re.findall(r"^(good|spoilt) ([\d.]+) (\w+)$", finished.stdout, re.MULTILINE))  # fmt: skip
@@ -111,13 +115,14 @@ sys.exit(main(["info", "--json"]))
 """
 
 PLANTED = """
-import os
+import os, sys
+sys.path.insert(0, "SUITES")
 from dataclasses import replace
 from statistics import median
 import numpy as np
 import fompi
 from fompi import Machine, Shard, Spec
-from fompi.backends.emulated import CORNER, Emulated, corner
+from emulated import CORNER, Emulated, corner
 from fompi.tuning.rounds import Figure, Row, alternate, ratio
 
 def say(*words):
@@ -170,7 +175,7 @@ for name in ("ring", "spoilt"):
 @pytest.mark.one_mpi
 def test_a_schedule_without_overlap_is_found_by_proof_and_figures(netlab):
     """Its messages wait for the whole kernel, although it claims to overlap. Its result is right, its time is not."""
-    finished = netlab("--trust", "--hosts=3", "--rate=200mbit", code=PLANTED)
+    finished = netlab("--trust", "--hosts=3", "--rate=200mbit", code=PLANTED.replace("SUITES", str(SUITES)))
     assert finished.returncode == 0, finished.output
     printed = re.findall(r"^(\w+) (\d) (\w+) .*? \| (.*)$", finished.stdout, re.MULTILINE)
     assert len(printed) == 6, finished.output

@@ -12,7 +12,7 @@ import torch
 
 from fompi.base.errors import DtypeError, TensorError
 from fompi.tensors import dlpack
-from fompi.tensors.dlpack import borrow, framework_of
+from fompi.tensors.dlpack import borrow
 
 
 class DLTensor(ctypes.Structure):
@@ -149,7 +149,7 @@ def test_a_capsule_is_consumed_once(versioned):
 def test_a_capsule_without_its_producer():
     x = torch.arange(4)
     capsule = x.__dlpack__()
-    assert borrow(capsule).array.ctypes.data == x.data_ptr() and framework_of(capsule) == "dlpack"
+    assert borrow(capsule).array.ctypes.data == x.data_ptr()
     with pytest.raises(TensorError, match="consumed only once"):
         borrow(capsule)
     with pytest.raises(TensorError, match="consumed only once"):

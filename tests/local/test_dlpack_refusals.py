@@ -13,7 +13,7 @@ import torch
 
 from fompi.base.errors import DtypeError, FompiError, TensorError
 from fompi.tensors import dlpack
-from fompi.tensors.dlpack import borrow, framework_of, is_tracer, requires_grad
+from fompi.tensors.dlpack import borrow, is_tracer, requires_grad
 
 
 @pytest.mark.parametrize(
@@ -38,14 +38,12 @@ def test_tensors_on_a_device(device, name, monkeypatch):
 
     with pytest.raises(TensorError, match=f"w is on {name}, but fompi works on host memory"):
         borrow(OnDevice(), "w")
-    assert framework_of(OnDevice()) == "dlpack"
 
 
 def test_a_cupy_array_is_recognised_by_the_name_of_its_class(monkeypatch):
     monkeypatch.setattr(dlpack, "DEVICES", {})
     data = SimpleNamespace(device_id=0)
     cupy = type("ndarray", (), {"__module__": "cupy", "dtype": np.dtype("f4"), "data": data})
-    assert framework_of(cupy()) == "cupy"
     with pytest.raises(TensorError, match="cuda:0"):
         borrow(cupy())
 
@@ -67,8 +65,6 @@ def test_a_cupy_array_is_recognised_by_the_name_of_its_class(monkeypatch):
 def test_objects_that_are_not_tensors(x, remedy):
     with pytest.raises(TensorError, match=rf"w has type \w+, which is not a tensor: .*{remedy}"):
         borrow(x, "w")
-    with pytest.raises(TensorError):
-        framework_of(x)
     assert not is_tracer(x) and not requires_grad(x)
 
 
@@ -146,7 +142,7 @@ def test_tracers(transform):
     )
 
     def f(v):
-        results.append(is_tracer(v) and framework_of(v) == "jax")
+        results.append(is_tracer(v))
         with pytest.raises(TensorError, match=message):
             borrow(v, "w")
         return v.sum()

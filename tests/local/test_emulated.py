@@ -7,9 +7,10 @@ import time
 import catalogue
 import numpy as np
 import pytest
+from twin import poisoned
 
-from fompi.backends import emulated
-from fompi.backends.emulated import CORNER, Emulated, corner
+import emulated
+from emulated import CORNER, Emulated, corner
 from fompi.base.errors import DeviceError
 from fompi.model.machine import Machine
 from fompi.plans.kernels import KERNELS, OF_WIRES
@@ -76,7 +77,7 @@ def test_a_kernel_works_on_corners(kernel, dtype):
     random = np.random.default_rng(len(kernel))
     wide = [random.integers(-3, 4, shape).astype(float) for shape in shapes]
     reads = [catalogue.rounded(a, dtype) for a in wide]
-    writes = [backend.poisoned(shape, dtype) for shape in results]
+    writes = [poisoned(shape, dtype) for shape in results]
     assert all(a.dtype == backend.storage(dtype) for a in (*reads, *writes))
     backend.bind(kernel, reads, writes, [dtype] * len(reads), [dtype] * len(writes))(())
     count = len(reads) - KERNELS[kernel].whole

@@ -7,10 +7,11 @@ from time import perf_counter
 import numpy as np
 import pytest
 
-from fompi.backends.emulated import Emulated
+import accelerator as kernels
+import pipelines
+import strategy
+from emulated import Emulated
 from fompi.backends.numbers import product, wide_product
-from fompi.bench import accelerator as kernels
-from fompi.bench import pipelines, strategies
 from fompi.model.machine import Machine
 from fompi.parallel import linear
 from fompi.parallel.activations import activate, activate_backward
@@ -80,10 +81,10 @@ def test_pairs(rule, q_at):
 
 def test_flows():
     """The bounds of `bench parallel`, on cases that can be seen by eye."""
-    assert strategies.sent([1, 1], [3, 3]) == 7 and strategies.received([1, 1], [3, 3]) == 7
-    assert strategies.round_trip([0, 1, 0], [1, 2, 1], [0, 1, 0]) == 4  # everything hides behind 4 of kernels
-    assert strategies.round_trip([2], [1], [2]) == 5  # nothing hides
-    assert strategies.round_trip([1, 1, 1], [1, 1, 1], [1, 1, 1]) == 6  # the port out is busy until 3
+    assert strategy.sent([1, 1], [3, 3]) == 7 and strategy.received([1, 1], [3, 3]) == 7
+    assert strategy.round_trip([0, 1, 0], [1, 2, 1], [0, 1, 0]) == 4  # everything hides behind 4 of kernels
+    assert strategy.round_trip([2], [1], [2]) == 5  # nothing hides
+    assert strategy.round_trip([1, 1, 1], [1, 1, 1], [1, 1, 1]) == 6  # the port out is busy until 3
 
 
 @pytest.mark.parametrize(("schedule", "milliseconds"), [

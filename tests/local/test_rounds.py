@@ -23,11 +23,11 @@ from fompi.tuning.rounds import (
     checked,
     geometric_mean,
     median_interval,
-    over_best,
     ratio,
     relative_error,
     texts,
 )
+from planner import over_best
 
 
 class Alone:

@@ -7,8 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
+import fused as sliced_fused
+import papers
+import peers
+import plain_mpi
+import planner
 from fompi.base.errors import FompiError
-from fompi.bench import fused, papers, peers, planner, table, trial
+from fompi.bench import fused, table, trial
+from fompi.bench.cases import FusedCase
 from fompi.bench.measure import DEFAULT, Bench
 from fompi.model.machine import Level, Machine
 from fompi.tuning.rounds import Row
@@ -39,11 +45,12 @@ def samples(**seconds):
 
 def fused_row(best=1.06, unfused=1.9, sliced=1.2, cpu=0.02, shared=False, k=512):
     named = samples(**{peers.KERNEL: 1.0, fused.BARE: 0.9, DEFAULT: 1.1, "fompi direct, 2 slices": best})
-    named |= dict.fromkeys(fused.UNFUSED, [unfused] * 7)
-    named |= {f"{n} slices, {way}": [sliced] * 7 for n in fused.SLICES for way in ("library", "P2P")}
-    case = peers.PeerCase("matmul_reduce_scatter", 2048, 2048, k)
+    named |= dict.fromkeys(plain_mpi.UNFUSED, [unfused] * 7)
+    named |= {f"{n} slices, {way}": [sliced] * 7 for n in sliced_fused.SLICES for way in ("library", "P2P")}
+    case = FusedCase("matmul_reduce_scatter", 2048, 2048, k)
     row = Row(str(case), "two hosts", named)
-    return fused.evaluated(bench(shared), case, "fompi direct, 2 slices", cpu, row)
+    row = fused.evaluated(bench(shared), case, "fompi direct, 2 slices", cpu, row)
+    return sliced_fused.with_slices(bench(shared), row)
 
 
 @pytest.mark.parametrize(
@@ -70,11 +77,11 @@ def test_fused(seconds, missed):
 
 def test_void_rows_of_fused_do_not_count():
     good, void = fused_row(best=1.05), fused_row(best=2.0, cpu=0.5, sliced=2.5)
-    figures = {figure.name: figure for figure in fused.summary(bench(), [good, void]).figures}
+    figures = {figure.name: figure for figure in sliced_fused.summary(bench(), [good, void]).figures}
     bound = figures["bound / time, geometric mean of 1 rows"]
     assert bound.value == pytest.approx(1.02 / 1.05) and bound.reached
     assert figures["best slices / fompi, geometric mean"].reached
-    assert not fused.summary(bench(), [fused_row(best=1.2)]).reached
+    assert not sliced_fused.summary(bench(), [fused_row(best=1.2)]).reached
 
 
 @pytest.mark.parametrize(
@@ -92,7 +99,7 @@ def test_papers(ratio, best, reached):
     """T_c is 1 and T_m is `ratio`. The targets: exposed time, without overlap / fompi, and fompi / bare exchange."""
     named = samples(**{papers.KERNEL: 1.0, papers.BARE: ratio, "fompi ring, 4 slices": best})
     named |= dict.fromkeys(papers.UNFUSED, [1 + ratio] * 7) | dict.fromkeys(papers.SLICED, [1.08 * best] * 7)
-    setting = papers.PeerCase("all_gather_matmul", papers.M, papers.N, papers.K)
+    setting = FusedCase("all_gather_matmul", papers.M, papers.N, papers.K)
     row = papers.evaluated(bench(), setting, ratio, "fompi ring, 4 slices", named)
     assert row.reached is reached and row.marks == ["emulated accelerator"]
     assert papers.evaluated(bench(True), setting, ratio, "fompi ring, 4 slices", named).reached is None
@@ -105,7 +112,7 @@ def test_papers(ratio, best, reached):
 def test_peers(best, sliced, others, is_missed):
     """The targets: slices in each row, other peers as a mean of the balanced rows, never slower than unfused."""
     named = samples(**{peers.KERNEL: 1.0, peers.LINK: 0.8, "unfused, mpi4py blocking": 1.5, "unfused, mpi4py P2P": 1.5})
-    named |= samples(**{peers.UNFUSED_P2P: 1.5, "2 slices, library": sliced, "gloo blocking": others})
+    named |= samples(**{"unfused, fompi P2P": 1.5, "2 slices, library": sliced, "gloo blocking": others})
     named |= dict.fromkeys(peers.FUSED, [best] * 7)
     row = Row("a row", "", named)
     row = Row("a row", "", named, figures=peers.figures(bench(), row, row.best(peers.FUSED)))

@@ -8,10 +8,10 @@ import calls
 import numpy as np
 import pytest
 
+import emulated
 import fompi
+from emulated import Emulated, corner
 from fompi import Machine, Shard, Spec
-from fompi.backends import emulated
-from fompi.backends.emulated import Emulated, corner
 from fompi.plans.kernels import KERNELS
 
 pytestmark = pytest.mark.ranks(mpich=[2], openmpi=[])

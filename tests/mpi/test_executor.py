@@ -9,6 +9,7 @@ from random import Random
 import calls
 import numpy as np
 import pytest
+from plan_texts import with_program
 
 import fompi
 from fompi import Partial, Replicate, Shard, Spec
@@ -362,7 +363,7 @@ def test_bind_succeeds_or_fails_on_all_ranks(world, comm):
     x, strided, frozen = np.ones(10), np.ones(20)[::2], np.ones(10)
     frozen.flags.writeable = False
     program = plan.programs[size - 1]
-    broken = plan.with_program(replace(program, ops=program.ops[:-1]))  # `bind` verifies it first
+    broken = with_program(plan, replace(program, ops=program.ops[:-1]))  # `bind` verifies it first
     wrong = [
         (broken, {"x": x}, fompi.PlanError),
         (plan, {"x": np.ones(11)}, fompi.ShapeError),

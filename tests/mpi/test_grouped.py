@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fompi
+from emulated import Emulated
 from fompi import Replicate, Shard, Spec
-from fompi.backends.emulated import Emulated
 from fompi.base.layout import offsets, split
 from fompi.plans.problems import Form, problem
 from fompi.schedules.registry import available

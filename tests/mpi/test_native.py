@@ -15,7 +15,7 @@ import pytest
 from cut_short import CutShort
 
 import fompi
-from fompi.backends.emulated import Emulated, corner
+from emulated import Emulated, corner
 from fompi.engine.native import engine
 from fompi.model.machine import Machine
 from fompi.mpi import transport

@@ -9,10 +9,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from plan_texts import with_program
 from strategies import close, slopes
 
 import fompi
-from fompi.backends.emulated import Emulated
+from emulated import Emulated
 from fompi.base.errors import DtypeError, MismatchError, PeerError, PlanError, ShapeError, StateError, TensorError
 from fompi.model.pipeline import placement_of, stages_of
 from fompi.parallel.actions import parts
@@ -333,7 +334,7 @@ def test_a_hand_written_plan_can_be_bound(world):
 
 def test_a_hand_written_plan_that_is_wrong(world):
     found = hand_written(world)
-    broken = found.with_program(replace(found.programs[0], ops=found.programs[0].ops[:-1]))
+    broken = with_program(found, replace(found.programs[0], ops=found.programs[0].ops[:-1]))
     with pytest.raises(PlanError, match="rank 0"):
         fompi.bind(broken, comm=world, kernels=counting([]))
 

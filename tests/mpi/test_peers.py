@@ -10,18 +10,20 @@ import numpy as np
 import pytest
 
 import fompi
+import peers
+import plain_mpi
 from fompi.base.errors import LayoutError
-from fompi.bench import collectives, peers
+from fompi.bench import collectives
+from fompi.bench.cases import FusedCase
 from fompi.bench.cluster import TcpHosts
 from fompi.bench.measure import DEFAULT, Bench
-from fompi.bench.peers import OPERATIONS, PeerCase
-from fompi.bench.rivals import plain_mpi
-from fompi.bench.rivals.gloo import Gloo
-from fompi.bench.rivals.messages import Requests
+from fompi.bench.rivals.library import OPERATIONS, blocking
 from fompi.tuning.rounds import relative_error
+from gloo import Gloo
+from messages import Requests
 
 MAKERS = {
-    "blocking": plain_mpi.blocking,
+    "blocking": lambda operation, comm, x, w, held: blocking(operation, comm, x, w),
     "pairwise": plain_mpi.pairwise,
     **{f"pairwise {s}": partial(plain_mpi.pairwise, slices=s) for s in (2, 4)},
     "pairwise 4, window 1": partial(plain_mpi.pairwise, slices=4, window=1),
@@ -31,7 +33,7 @@ MAKERS = {
 
 
 def case(operation, size):
-    return PeerCase(operation, m=8 * size * size, n=5, k=7)
+    return FusedCase(operation, m=8 * size * size, n=5, k=7)
 
 
 def operands_and_reference(operation, comm):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fompi
-from fompi.backends.emulated import Emulated
+from emulated import Emulated
 from fompi.parallel.data import SGD, DataParallel
 from fompi.parallel.sharding import Sharding
 from fompi.plans.plan import Compute

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import fompi
+from emulated import Emulated
 from fompi import Partial, Shard, Spec
-from fompi.backends.emulated import Emulated
 from fompi.plans.plan import Compute
 from fompi.runtime import alignment, report
 from fompi.traces.trace import Trace, intersection, length, union

@@ -35,16 +35,9 @@ FOREIGN = {
     "mpi4py": {"mpi/transport.py", "lab/links.py"},
     "torch": {
         "torch",
-        "bench/rivals/gloo.py",
-        "bench/training.py",
-        "bench/step.py",
-        "bench/ddp.py",
         "bench/c10d.py",
-        "bench/smaller.py",
-        "bench/decode.py",
-        "bench/train.py",
     },
-    "jax": {"jax", "bench/jit.py", "bench/rivals/xla.py"},
+    "jax": {"jax"},
     "matplotlib": {"bench/table.py", "cli/picture.py"},
     "rich": {"cli/output.py"},
     "numba": {"backends/numba.py"},
@@ -191,7 +184,7 @@ def test_every_door_is_filled_and_listed():
 
 
 def files_of(room):
-    """The modules of a room, its files of C and its folders. `bench` has a file for each suite, and is not listed."""
+    """The modules of a room, its files of C and its folders."""
     paths = [path for path in (HOUSE / room).iterdir() if not path.name.startswith("__")]
     modules = {path.stem for path in paths if path.suffix == ".py"}
     return modules | {path.name for path in paths if path.suffix == ".c" or path.is_dir()}
@@ -210,7 +203,7 @@ def listed_files():
     return found
 
 
-LISTED = [room for room in ROOMS if not room.startswith("__") and room != "bench"]
+LISTED = [room for room in ROOMS if not room.startswith("__")]
 
 
 @pytest.mark.parametrize("room", LISTED, ids="fompi.{}".format)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from itertools import permutations, product
+from itertools import product
 
 import catalogue
 import pytest
@@ -14,8 +14,7 @@ import fompi
 from fompi import Partial, Replicate, Shard, Spec
 from fompi.base.errors import LayoutError
 from fompi.base.layout import Sizes, cut
-from fompi.model.flow_shop import Job, makespan
-from fompi.model.lower_bound import call_seconds, library_nbytes, row_nbytes
+from fompi.model.lower_bound import call_seconds, library_nbytes
 from fompi.model.machine import PRESETS, Level, Machine
 from fompi.model.simulate import predict
 from fompi.planner.candidates import (
@@ -27,7 +26,6 @@ from fompi.planner.candidates import (
     candidates,
     exact_cuts,
     other_windows,
-    peer_orders,
     rows_by_rate,
 )
 from fompi.planner.estimate import estimate
@@ -73,7 +71,7 @@ def test_every_problem_has_an_explanation(name, ranks):
     winner, bound, machine = explanation.winner, explanation.lower_bound, explanation.machine
     listed, judged = set(candidates(made, machine)), [judged.candidate for judged in explanation.judged]
     assert listed <= set(judged) and len(judged) == len(set(judged))
-    assert all(candidate.order or candidate.window in WINDOWS for candidate in set(judged) - listed)
+    assert all(candidate.window in WINDOWS for candidate in set(judged) - listed)
     traced = [judged for judged in explanation.judged if judged.trace is not None]
     assert winner.seconds == min(judged.seconds for judged in traced) and winner is traced[0]
     assert explanation.gap >= -1e-9 and bound.seconds <= winner.seconds * (1 + 1e-9)
@@ -114,7 +112,7 @@ def test_with_many_ranks_no_rank_sends_to_all_at_once(ranks, name):
     sizes = Sizes(pairs=((64,) * ranks,) * ranks) if name == "all_to_all" else Sizes((64,) * ranks)
     for machine in (PRESETS["gigabit"], replace(PRESETS["gigabit"], rates=(0.25,))):
         given = made, sizes, machine
-        listed = [*candidates(made, machine), *exact_cuts(*given), *all_reduces_by_rate(*given), *peer_orders(*given)]
+        listed = [*candidates(made, machine), *exact_cuts(*given), *all_reduces_by_rate(*given)]
         listed += [other for candidate in listed for other in other_windows(candidate, ranks)]
         at_once = [c for c in listed if c.schedule in (*DIRECT_FAMILY, "exchange") and c.window is None]
         few = ranks <= MOST_PEERS_AT_ONCE
@@ -454,45 +452,6 @@ def test_the_slices_of_library_collectives_are_exact():
 
     assert seconds(in_units(call_per_slice)) == pytest.approx(min(map(seconds, cuts(16, 6))))
     assert seconds(in_units(announced), False) == pytest.approx(min(seconds(cut, False) for cut in cuts(16, 16)))
-
-
-# ------------------------------------------------------------------------------------------------- the order of peers
-
-
-def test_orders_of_peers_are_listed_if_pieces_or_links_differ():
-    for name in NAMES:
-        made = catalogue.problems(4)[name]
-        flat, slow = Machine.load("gigabit"), replace(Machine.load("gigabit"), rates=(1.0, 0.25))
-        even = catalogue.sizes(made, "even")
-        assert list(peer_orders(made, even, flat)) == []
-        for machine, sizes in ((flat, catalogue.sizes(made, "uneven")), (slow, even)):
-            for candidate in peer_orders(made, sizes, machine):
-                verify(write(made, "direct", candidate.slices, sizes, candidate.window, None, candidate.order))
-                assert candidate.order and not candidate.fits_call(4)
-
-
-def test_the_order_of_peers_is_the_best_for_each_rank_alone():
-    """The rank computes its pieces one after the other, and sends them one after the other."""
-    made, machine = large("matmul_reduce_scatter", 5)[0], replace(Machine.load("gigabit"), bandwidth=2e9)
-    sizes = Sizes((900, 30, 400, 1, 2000))
-    order = next(peer_orders(made, sizes, machine)).order
-    for rank, dests in enumerate(order):
-        jobs = {
-            dest: Job(call_seconds(made, machine, rows), machine.link(rank, dest).seconds(rows * max(row_nbytes(made))))
-            for dest, rows in enumerate(sizes.rows)
-        }
-        least = min(makespan([jobs[d] for d in p]) for p in permutations(d for d in jobs if d != rank))
-        assert makespan([jobs[dest] for dest in dests]) == pytest.approx(least)
-
-
-def test_an_order_of_peers_is_the_best_for_a_hot_expert():
-    """An all-to-all with uneven rows, behind products."""
-    made = problem("all_to_all_matmul", 3, Form((0, 4096), "float32"), [Form((4096, 1024), "float32")])
-    sizes = Sizes(pairs=((64, 1024, 16), (16, 0, 1024), (1024, 16, 128)))
-    judged = explain(made, sizes, Machine.load("gigabit")).judged
-    traced = [(candidate, trace.seconds) for candidate, _, _, trace in judged if trace is not None]
-    with_order = min(seconds for candidate, seconds in traced if candidate.order)
-    assert with_order <= min(seconds for candidate, seconds in traced if not candidate.order)
 
 
 def test_the_best_direct_schedule_is_simulated_with_all_windows():

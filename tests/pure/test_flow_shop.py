@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, permutations, product
+from itertools import accumulate, product
 from random import Random
 
 import pytest
 
-from fompi.model.flow_shop import Job, announced, johnson, makespan, pieces
+from fompi.model.flow_shop import Job, announced, makespan, pieces
 
 SECONDS = range(0, 12)
 """Integers, so that sums are exact in any order."""
@@ -30,22 +30,6 @@ def test_the_makespan_by_example():
     assert makespan([Job(3, 2), Job(1, 3), Job(2, 1)]) == 9
     assert makespan([Job(3, 0)]) == 3 and makespan([]) == 0
     assert makespan([Job(1, 0), Job(5, 0)]) == 6
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_johnson_is_the_best_of_all_orders(seed):
-    draw = Random(seed)
-    for _ in range(40):
-        jobs = [Job(draw.choice(SECONDS), draw.choice(SECONDS)) for _ in range(draw.randint(0, 6))]
-        order = johnson(jobs)
-        assert sorted(order) == list(range(len(jobs)))
-        assert makespan([jobs[i] for i in order]) == min(makespan(orders) for orders in permutations(jobs))
-
-
-def test_the_own_piece_is_computed_last_and_used_first():
-    others = [Job(3.0, 2.0), Job(2.0, 4.0), Job(5.0, 5.0)]
-    assert johnson([*others, Job(4.0, 0.0)])[-1] == 3
-    assert johnson([*others, Job(0.0, 4.0)])[0] == 3
 
 
 @pytest.mark.parametrize("seed", range(40))

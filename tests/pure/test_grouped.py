@@ -7,6 +7,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from plan_texts import programs_from_json, with_program
 from twin import twin
 
 import fompi
@@ -15,7 +16,7 @@ from fompi.backends.numpy import Numpy
 from fompi.base.layout import Sizes, split
 from fompi.plans.conditions import reference
 from fompi.plans.kernels import GROUPED
-from fompi.plans.plan import Compute, Send, programs_from_json
+from fompi.plans.plan import Compute, Send
 from fompi.plans.problems import Form, Problem, problem
 from fompi.plans.staged import for_device
 from fompi.schedules.registry import available, write
@@ -145,7 +146,7 @@ def test_planted_errors_are_found():
             plan = write(wanted, "direct", slices)
             for program in planted(plan.programs[0]):
                 with pytest.raises(PlanError):
-                    fompi.verify(plan.with_program(program))
+                    fompi.verify(with_program(plan, program))
                 count += 1
     assert count > 60
 

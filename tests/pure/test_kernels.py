@@ -8,6 +8,7 @@ import catalogue
 import numpy as np
 import pytest
 from catalogue import rounded, wide
+from twin import poisoned
 
 from fompi.backends.half import storage
 from fompi.backends.numpy import Numpy
@@ -60,7 +61,7 @@ def test_every_kernel_computes_its_definition(kernel, dtype):
     for rows, between, (k, n) in product((0, 1, 5), ((), (2,), (2, 0)), ((3, 4), (1, 1), (0, 2), (3, 0))):
         reads = operands(kernel, rows, between, k, n, dtype)
         expected = MEANING[kernel](*(wide(a, dtype) for a in reads))
-        got = run(kernel, reads, BACKEND.poisoned(expected.shape, dtype), [dtype] * len(reads), dtype)
+        got = run(kernel, reads, poisoned(expected.shape, dtype), [dtype] * len(reads), dtype)
         np.testing.assert_allclose(wide(got, dtype), wide(rounded(expected, dtype), dtype), rtol=1e-5, atol=1e-4)
 
 
@@ -85,7 +86,7 @@ def test_rows_in_several_runs(kernel, dtype):
     definition = find(kernel)
     runs = [a[cut] for a in reads[: definition.groups] for cut in cuts]
     whole = reads[definition.groups :]
-    result = BACKEND.poisoned(expected.shape, dtype)
+    result = poisoned(expected.shape, dtype)
     writes = [result] if definition.reduces else [result[cut] for cut in cuts]
     BACKEND.bind(kernel, [*runs, *whole], writes, [dtype] * (len(runs) + len(whole)), [dtype] * len(writes))()
     np.testing.assert_allclose(wide(result, dtype), wide(rounded(expected, dtype), dtype), rtol=1e-12)
@@ -109,7 +110,7 @@ def test_conversion_between_half_types_and_float32(half):
     up = run("copy", [numbers], np.empty((4, 3), np.float32), [half], "float32")
     np.testing.assert_array_equal(up, wide(numbers, half))
     fine = np.linspace(0, 1, 12, dtype=np.float32).reshape(4, 3)
-    down = run("copy", [fine], BACKEND.poisoned((4, 3), half), ["float32"], half)
+    down = run("copy", [fine], poisoned((4, 3), half), ["float32"], half)
     np.testing.assert_array_equal(down, rounded(fine.astype(float), half))
     w = rounded(np.eye(3) / 3, half)
     y = run("matmul", [numbers, w], np.empty((4, 3), np.float32), [half] * 2, "float32")
@@ -119,7 +120,7 @@ def test_conversion_between_half_types_and_float32(half):
 @pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", "complex64", "int8", "uint64", "bool"])
 def test_poisoned_arrays(dtype):
     """They are full of NaN, or of the greatest number of the dtype."""
-    array = BACKEND.poisoned((2, 3), dtype)
+    array = poisoned((2, 3), dtype)
     assert array.shape == (2, 3) and array.dtype == BACKEND.storage(dtype)
     if dtype in ("int8", "uint64", "bool"):
         assert (array == (True if dtype == "bool" else np.iinfo(dtype).max)).all()

@@ -8,6 +8,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from plan_texts import parse, programs_from_json, with_program
 from twin import twin
 
 import fompi
@@ -18,7 +19,7 @@ from fompi.model.pipeline import placement_of, predicted
 from fompi.parallel.actions import SCHEDULES, actions, alive, times
 from fompi.parallel.pipeline_plan import KERNELS, evaluation, plan
 from fompi.parallel.stages import SPARE
-from fompi.plans.plan import Chunk, Compute, Send, UserKernel, parse, programs_from_json
+from fompi.plans.plan import Chunk, Compute, Send, UserKernel
 
 SHAPE = (3, 2)
 
@@ -63,7 +64,7 @@ def test_a_pair_whose_calls_are_mixed_up_is_refused():
     for wrong in ((*args, reads, writes - 1), (*args[2:], *args[:2], reads, writes), (*args, reads)):
         changed = replace(found.programs[1], ops=(*ops[:at], replace(ops[at], args=wrong), *ops[at + 1 :]))
         with pytest.raises(PlanError):
-            fompi.verify(found.with_program(changed))
+            fompi.verify(with_program(found, changed))
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -306,7 +307,7 @@ def mutant(random, found):
         ops.insert(i, op)
     elif isinstance(op, Compute) and op.args:
         ops[i] = replace(op, args=(op.args[0], random.randrange(found.problem.microbatches)))
-    return found.with_program(replace(program, ops=tuple(ops))), change
+    return with_program(found, replace(program, ops=tuple(ops))), change
 
 
 def test_mutants_are_refused_or_right():
@@ -341,7 +342,7 @@ def with_one_slot(found):
         else replace(op, chunk=shared(op.chunk))
         for op in program.ops
     ]
-    return found.with_program(replace(program, ops=tuple(ops)))
+    return with_program(found, replace(program, ops=tuple(ops)))
 
 
 def test_one_slot_too_few_is_found():
@@ -356,7 +357,7 @@ def test_a_call_that_is_made_twice():
     found = made("1f1b", 1, 2)
     ops = found.programs[0].ops
     with pytest.raises(PlanError, match="op 1 is the same call") as caught:
-        fompi.verify(found.with_program(replace(found.programs[0], ops=(*ops[:2], ops[1], *ops[2:]))))
+        fompi.verify(with_program(found, replace(found.programs[0], ops=(*ops[:2], ops[1], *ops[2:]))))
     assert (caught.value.rank, caught.value.op, caught.value.chunk) == (0, 2, "g0[0]")
 
 
@@ -392,6 +393,6 @@ def test_every_evaluation_is_right():
                 twin(found, [{}] * p, Numpy(), seed=m, kernels={"evaluate": lambda *_: None})
     one_slower = evaluation(ranks=2, microbatches=2, activations=SHAPE, seconds={"F": [1.0, 2.0], "B": 9.0})
     assert fompi.simulate(one_slower, fompi.Machine.load("gigabit")).seconds == pytest.approx(5.0, rel=0.01)
-    broken = one_slower.with_program(replace(one_slower.programs[0], ops=one_slower.programs[0].ops[:-1]))
+    broken = with_program(one_slower, replace(one_slower.programs[0], ops=one_slower.programs[0].ops[:-1]))
     with pytest.raises(PlanError):
         fompi.verify(broken)

@@ -9,23 +9,12 @@ import catalogue
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plan_texts import parse, programs_from_json, with_program
 
 from fompi.base.errors import PlanError
 from fompi.base.layout import Sizes
 from fompi.plans.dependencies import Frontier, constraints, dependencies, device_constraints, lane, message_numbers
-from fompi.plans.plan import (
-    Chunk,
-    Collective,
-    Compute,
-    Pace,
-    Plan,
-    Programs,
-    Recv,
-    Send,
-    format_nbytes,
-    parse,
-    programs_from_json,
-)
+from fompi.plans.plan import Chunk, Collective, Compute, Pace, Plan, Programs, Recv, Send, format_nbytes
 from fompi.schedules import registry
 
 names = st.sampled_from(["x", "y", "x_full", "w0", "inbox12"])
@@ -66,21 +55,6 @@ def test_text_of_each_op(text, op):
     assert str(op) == text and parse(text) == op
 
 
-@pytest.mark.parametrize("text", ["", "x[3]", "x[a]>1", "x[1:2:3]>1", "x>1", "x[3]>", "x[3]>-1", "-> y[0]"])
-def test_parse_refuses_invalid_ops(text):
-    with pytest.raises(PlanError, match=r"not an op|not a chunk"):
-        parse(text)
-
-
-@pytest.mark.parametrize("chunk", ["x", "x[]", "x[0] x[1]", "x[0],x[1]", "x[a]", "x[0:1:2]", "x[-1]"])
-@pytest.mark.parametrize(
-    "op", ["copy({}) -> y[0]", "add(x[0], {}) -> y[0]", "all_gather{{x[0] -> {}}}", "{}>1", "{}<1"]
-)
-def test_parse_refuses_invalid_chunks(op, chunk):
-    with pytest.raises(PlanError, match=r"not an op|not a chunk"):
-        parse(op.format(chunk))
-
-
 # ------------------------------------------------------------------------------------------------ JSON
 
 
@@ -93,28 +67,6 @@ def test_json_keeps_everything(name):
         described, fields = programs_from_json(plan.to_json())
         assert json.loads(json.dumps(asdict(problem))) == described
         assert Plan(problem, **fields) == plan
-
-
-@pytest.mark.parametrize("spoil", [
-    lambda data: data.pop("programs"),
-    lambda data: data.update(programs=3),
-    lambda data: data["programs"][0].update(ops=["x[0]"]),
-    lambda data: data["programs"][0].update(ops=[7]),
-    lambda data: data["programs"][1]["buffers"][0].pop("axis"),
-    lambda data: data["programs"][1]["buffers"][0].update(color="red"),
-    lambda data: data.update(sizes=[]),
-])  # fmt: skip
-def test_invalid_plans_are_refused(spoil):
-    data = json.loads(registry.write(catalogue.problems(2)["all_gather"], "ring").to_json())
-    spoil(data)
-    with pytest.raises(PlanError, match="not the JSON of a plan"):
-        programs_from_json(json.dumps(data))
-
-
-@pytest.mark.parametrize("text", ["", "[]", "null", '{"programs": '])
-def test_invalid_json_is_refused(text):
-    with pytest.raises(PlanError, match="not the JSON of a plan"):
-        programs_from_json(text)
 
 
 # ------------------------------------------------------------------------------------------------ dependencies
@@ -297,8 +249,8 @@ def test_plans_are_values():
     plan, again = (registry.write(problem, "direct", 2) for _ in range(2))
     assert plan == again and hash(plan) == hash(again)
     assert plan != registry.write(problem, "direct", 1) and plan != replace(plan, window=1)
-    assert plan != plan.with_program(replace(plan.programs[1], ops=()))
-    assert plan.with_program(plan.programs[1]) == plan
+    assert plan != with_program(plan, replace(plan.programs[1], ops=()))
+    assert with_program(plan, plan.programs[1]) == plan
 
 
 def test_scratch_is_counted():

@@ -8,6 +8,7 @@ import catalogue
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_texts import with_program
 
 import fompi
 from fompi import Machine, Plan, Shard, Spec
@@ -207,7 +208,7 @@ def hand_made(*ops):
     """The dependencies of a rank with these ops."""
     plan = gathered("direct")
     program = replace(plan.programs[0], ops=ops)
-    return RankDependencies(plan.with_program(program), 0)
+    return RankDependencies(with_program(plan, program), 0)
 
 
 A, B, Y = (gathered("direct").programs[0].buffer(name) for name in ("x", "w", "y"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from plan_texts import with_program
 
 import fompi
 from fompi.base.errors import LayoutError, PlanError
@@ -103,7 +104,7 @@ def test_a_step_that_leaves_something_out_is_refused(layers):
         ops = found.programs[rank].ops
         for i in range(rank, len(ops), 23 if layers is not MODEL else 47):
             with pytest.raises(PlanError):
-                fompi.verify(found.with_program(replace(found.programs[rank], ops=(*ops[:i], *ops[i + 1 :]))))
+                fompi.verify(with_program(found, replace(found.programs[rank], ops=(*ops[:i], *ops[i + 1 :]))))
 
 
 def test_gradients_are_summed_in_float32_with_who_has_them():
@@ -123,7 +124,7 @@ def test_a_step_whose_update_comes_too_early_is_refused():
     for before in (max(i for i in adds if i < at), 0):
         moved = (*ops[:before], ops[at], *ops[before:at], *ops[at + 1 :])
         with pytest.raises(PlanError):
-            fompi.verify(found.with_program(replace(found.programs[0], ops=moved)))
+            fompi.verify(with_program(found, replace(found.programs[0], ops=moved)))
 
 
 def test_what_hides_in_a_step():

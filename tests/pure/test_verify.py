@@ -7,6 +7,7 @@ from dataclasses import replace
 import catalogue
 import numpy as np
 import pytest
+from plan_texts import parse
 from twin import twin
 
 from fompi.backends.numpy import Numpy
@@ -14,7 +15,7 @@ from fompi.base.errors import PlanError
 from fompi.base.layout import Sizes
 from fompi.model.machine import Machine
 from fompi.model.simulate import simulate
-from fompi.plans.plan import Plan, parse
+from fompi.plans.plan import Plan
 from fompi.plans.problems import Form, problem
 from fompi.plans.verify import verify
 from fompi.schedules import registry

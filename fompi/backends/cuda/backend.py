@@ -87,9 +87,6 @@ class OnDevice:
     def storage(self, dtype: str) -> np.dtype[Any]:
         return self._host.storage(dtype)
 
-    def poisoned(self, shape: Sequence[int], dtype: str) -> Any:
-        return self.device.array(self._host.poisoned(shape, dtype))
-
     def empty(self, arena: Any, shape: Sequence[int], dtype: str, place: str = "", aligned: bool = True) -> Any:
         make = self.device.pinned if place == "host" else self.device.empty
         return make(tuple(shape), self.storage(dtype))

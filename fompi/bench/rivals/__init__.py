@@ -2,14 +2,9 @@
 
 | file          | what it holds                                                                              |
 |---------------|--------------------------------------------------------------------------------------------|
-| `rival.py`    | what rivals share: the operations, and how rows are sliced                                 |
-| `messages.py` | requests in flight for the rivals on mpi4py, and a helper thread that tests them           |
-| `plain_mpi.py`| mpi4py: blocking, pairwise without overlap, and in slices                                  |
-| `gloo.py`     | torch.distributed with gloo                                                                |
-| `xla.py`      | JAX: XLA's collectives over gloo, and a ring of `ppermute`                                 |
+| `library.py`  | the MPI library's own collectives, and the fused operations by them, without overlap       |
 | `exchange.py` | the bare exchange: only the messages of a collective                                       |
 | `tcp.py`      | plain TCP streams between the ranks: as fast as the link allows                            |
 
-torch and JAX are imported by their own files only, and only when a rival is made. `tcp.py` imports the standard
-library only, because `fompi.lab` loads it as a file.
+`tcp.py` imports the standard library only, because `fompi.lab` loads it as a file.
 """

@@ -1,4 +1,6 @@
-"""A decoder on all ranks, tokens a second by backend: mpirun -n 2 python -m fompi bench decode
+"""A decoder on all ranks, tokens a second by backend.
+
+    mpirun -n 2 python -m fompi bench tools/suites/decode.py
 
 A decoder of random weights, split as `examples/generate.py` splits one: two sums over the ranks in each layer.
 
@@ -27,12 +29,13 @@ import torch
 
 import fompi
 from fompi.base.layout import split
+from fompi.bench.c10d import beside_torch
 from fompi.bench.measure import Bench, Call, Calls
-from fompi.bench.training import Block, Gpt, beside_torch
 from fompi.engine.communicator import Communicator
 from fompi.mpi.transport import start_mpi
 from fompi.parallel.tensor import all_reduce_rmsnorm
 from fompi.tuning.rounds import Figure, Row, median_figure
+from training import Block, Gpt
 
 GLOO, OURS, LIBRARY = "gloo", "fompi", "MPI"
 

@@ -1,11 +1,4 @@
-"""What the rivals of the fused operations share: the operations, and how rows are cut into slices.
-
-A rival makes a call that computes one operation on the float32 arrays of one rank:
-
-    all_gather_matmul      all_gather(x) @ w
-    matmul_reduce_scatter  reduce_scatter(x @ w)
-    matmul_all_reduce      all_reduce(x @ w)
-    matmul_all_to_all      all_to_all(x @ w)
+"""How the rows of a fused operation are cut into slices, for the rivals.
 
 Rows must divide by the number of ranks and of slices. Slices keep the rows in their standard places: slice j is the
 j-th part of every shard. An all-reduce may use any run of rows as a slice.
@@ -14,32 +7,11 @@ j-th part of every shard. An all-reduce may use any run of rows as a slice.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from fompi.base.errors import LayoutError
-
-Array = np.ndarray[Any, Any]
-OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all")
-
-
-def of_mpi(comm: Any, collective: str) -> Callable[[Array, Array], object]:
-    """The MPI library's own blocking call, from one array to another."""
-    calls: dict[str, Callable[[Array, Array], object]] = {
-        "all_gather": comm.Allgather,
-        "reduce_scatter": comm.Reduce_scatter_block,
-        "all_to_all": comm.Alltoall,
-        "all_reduce": comm.Allreduce,
-    }
-    return calls[collective]
-
-
-def result_rows(operation: str, size: int, rows: int) -> int:
-    """The rows of a rank's result, if the rank's x has `rows`."""
-    if operation == "all_gather_matmul":
-        return rows * size
-    return rows // size if operation == "matmul_reduce_scatter" else rows
+from fompi.bench.rivals.library import Array, result_rows
 
 
 def piece_rows(operation: str, size: int, rows: int, slices: int) -> int:

@@ -1,4 +1,6 @@
-"""DistributedDataParallel over fompi and over gloo, ten shapes: mpirun -n 2 python -m fompi bench ddp
+"""DistributedDataParallel over fompi and over gloo, ten shapes.
+
+    mpirun -n 2 python -m fompi bench tools/suites/ddp.py
 
 The models are stacks of residual MLP blocks, on real kernels of torch with one thread per rank. All contestants have
 the same buckets, and their gradients are compared before the timing.
@@ -33,11 +35,12 @@ import numpy as np
 import torch
 
 import fompi
+from fompi.bench.c10d import beside_torch
 from fompi.bench.measure import Bench, Call, repeated
-from fompi.bench.training import Blocks, alone, beside_torch, data_parallel
 from fompi.engine.communicator import Communicator
 from fompi.torch import DistributedDataParallel
 from fompi.tuning.rounds import Figure, Row, of_all_ranks, seconds_of
+from training import Blocks, alone, data_parallel
 
 BUCKET_MB = 1
 

@@ -1,4 +1,6 @@
-"""What a call costs in a program that JAX compiles, and what it hides: `mpirun -n 2 python -m fompi bench jit`.
+"""What a call costs in a program that JAX compiles, and what it hides.
+
+    mpirun -n 2 python -m fompi bench tools/suites/jit.py
 
 All contestants of a row alternate in one run. The second row is meant for two hosts.
 """

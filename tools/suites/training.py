@@ -12,9 +12,8 @@ The same lines run on a group of gloo and on one of the backend "fompi".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -26,19 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-
-from fompi.bench.measure import Bench
-from fompi.bench.rivals.gloo import Gloo
-from fompi.torch.autoload import register
-
-
-@contextmanager
-def beside_torch(bench: Bench) -> Iterator[tuple[Bench, Any]]:
-    """The benchmark beside PyTorch, whose default group is one of gloo, and a group of the backend "fompi"."""
-    register()
-    with closing(Gloo(bench.mpi, bench.cluster.rendezvous())):
-        yield replace(bench, moves="gloo: threads"), distributed.new_group(backend="fompi")
-
 
 # --------------------------------------------------------------------------------------------------------- the models
 

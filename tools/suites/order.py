@@ -1,4 +1,6 @@
-"""What the order of sums costs: mpirun -n 4 python -m fompi bench order
+"""What the order of sums costs.
+
+    mpirun -n 4 python -m fompi bench tools/suites/order.py
 
 | row                   | compares                                                                                  |
 |-----------------------|-------------------------------------------------------------------------------------------|

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.emulated import Emulated
+from emulated import Emulated
 from fompi.backends.numbers import product, wide_product, widen
 from fompi.engine.communicator import Communicator
 from fompi.model.machine import Machine

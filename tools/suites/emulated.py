@@ -86,9 +86,6 @@ class Emulated:
     def storage(self, dtype: str) -> np.dtype[Any]:
         return self._host.storage(dtype)
 
-    def poisoned(self, shape: Sequence[int], dtype: str) -> Array:
-        return self._host.poisoned(shape, dtype)
-
     def empty(self, arena: Any, shape: Sequence[int], dtype: str, place: str = "", aligned: bool = True) -> Array:
         return self._host.empty(arena, shape, dtype, place, aligned)
 

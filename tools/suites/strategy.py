@@ -1,4 +1,4 @@
-"""The strategies that `fompi bench` measures, each with its messages, its kernels, and what must be exposed.
+"""The strategies that suites measure, each with its messages, its kernels, and what must be exposed.
 
 The suites `parallel`, `step` and `smaller` have the same ones: on an emulated accelerator, on a device (`--device`),
 and with smaller messages.
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import fompi
+from accelerator import INSTANT, PILOT_ROUNDS, Accelerator, spend
 from fompi.backends.numbers import for_numpy, product
 from fompi.base.layout import split
-from fompi.bench.accelerator import INSTANT, PILOT_ROUNDS, Accelerator, spend
 from fompi.bench.measure import Bench, Call, repeated
 from fompi.engine.communicator import Communicator
 from fompi.engine.mesh import Mesh

@@ -1,13 +1,15 @@
-"""Smaller messages: mpirun -n 2 python -m fompi bench smaller
+"""Smaller messages.
+
+    mpirun -n 2 python -m fompi bench tools/suites/smaller.py
 
 | row                         | what it is                                                                            |
 |-----------------------------|---------------------------------------------------------------------------------------|
 | `all_reduce 16 MiB`         | the sum with each wire, beside that of float32 as it is                               |
 | `matmul_reduce_scatter`     | a product whose messages take twice as long as it does, with each wire                |
-| `DDP, int8`                 | a step of the GPT of `bench train` with `fompi.torch.wire("int8")`, beside gloo as it |
+| `DDP, int8`                 | a step of the GPT of `train.py` with `fompi.torch.wire("int8")`, beside gloo as it |
 |                             | is and with torch's `fp16_compress_hook`                                              |
 | `encode`, `decode_add`      | the kernels of int8 on 16 MiB of float32, beside a copy                               |
-| `tensor`, `experts`, ...    | steps of the strategies (`fompi.bench.strategies`)                                    |
+| `tensor`, `experts`, ...    | steps of the strategies (`strategy.py`)                                      |
 """
 
 from __future__ import annotations
@@ -22,11 +24,19 @@ import numpy as np
 import fompi
 from fompi.backends.numpy import Numpy
 from fompi.base.wires import WIRES
-from fompi.bench import strategies
 from fompi.bench.measure import Bench, Call, Calls, with_wires
-from fompi.bench.strategies import Dimensions, StrategySetting
 from fompi.engine.communicator import Communicator
 from fompi.tuning.rounds import Row, median_figure
+from strategy import (
+    Dimensions,
+    Makers,
+    StrategySetting,
+    mixture_of_experts,
+    pipeline,
+    ring,
+    tensor_parallel_block,
+    zero_1,
+)
 
 PLAIN = "float32"
 
@@ -50,12 +60,12 @@ TIMES_LONGER = 2.0
 DIMENSIONS = Dimensions(1024, 1024, 128, 1024, 8, 64, 1024, 128, 256, 512)
 QUICK_DIMENSIONS = Dimensions(64, 64, 128, 64, 8, 64, 64, 128, 16, 32)
 
-STRATEGIES: strategies.Makers = {
-    "tensor": strategies.tensor_parallel_block,
-    "ring attention": strategies.ring,
-    "experts": strategies.mixture_of_experts,
-    "pipeline": strategies.pipeline,
-    "ZeRO": strategies.zero_1,
+STRATEGIES: Makers = {
+    "tensor": tensor_parallel_block,
+    "ring attention": ring,
+    "experts": mixture_of_experts,
+    "pipeline": pipeline,
+    "ZeRO": zero_1,
 }
 """They run forward and backward: a pipeline and ZeRO a step."""
 
@@ -121,9 +131,10 @@ def _step(bench: Bench) -> Row:
         return bench.row_of("DDP, int8", {}, absent={"gloo": "torch is not installed"})
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-    from fompi.bench.train import FULL, QUICK
-    from fompi.bench.training import beside_torch, data_parallel
+    from fompi.bench.c10d import beside_torch
     from fompi.torch.comm_hook import wire
+    from train import FULL, QUICK
+    from training import data_parallel
 
     with beside_torch(bench) as (beside, group):
         ways = {"gloo": (None, None), "gloo, fp16": (None, fp16_compress_hook), "int8": (group, wire("int8"))}

@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
+from torch import distributed
 
-from fompi.bench.rivals.rival import Array, Sliced
+from fompi.bench.c10d import start_gloo
+from fompi.bench.rivals.library import Array
+from sliced import Sliced
 
 Work = Any
 
 
 class Gloo:
-    """A process group over the ranks of `comm` (mpi4py). Its processes meet at `address`, a port of rank 0.
-
-    The variable GLOO_SOCKET_IFNAME names the network interface. Raises ImportError if torch is not installed.
-    """
+    """The default group, made by `start_gloo`."""
 
     def __init__(self, comm: Any, address: str):
-        import torch
-        import torch.distributed as distributed
-
-        self.torch, self.distributed = torch, distributed
-        self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        torch.set_num_threads(1)  # like the kernels of all contestants
-        distributed.init_process_group(
-            "gloo", init_method=f"tcp://{address}", rank=self.rank, world_size=self.size, timeout=timedelta(seconds=60)
-        )
+        start_gloo(comm, address)
+        self.size = comm.Get_size()
         # Newer versions call it all_gather_single.
         self._all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
         self._all_to_all = distributed.all_to_all_single
 
     def close(self) -> None:
-        self.distributed.destroy_process_group()
+        distributed.destroy_process_group()
 
     def blocking(self, operation: str, x: Array, w: Array) -> Callable[[], Array]:
         """The kernel and one collective."""
@@ -46,7 +39,7 @@ class Gloo:
 
         A reduce-scatter is an all-to-all and a sum: gloo's own one takes longer.
         """
-        sliced, tensor = Sliced(operation, self.size, x, w, slices, self._matmul), self.torch.from_numpy
+        sliced, tensor = Sliced(operation, self.size, x, w, slices, self._matmul), torch.from_numpy
         if operation == "all_gather_matmul":
             return partial(self._gathered, sliced)
         if operation == "matmul_all_reduce":
@@ -59,7 +52,7 @@ class Gloo:
 
         def finish(j: int) -> None:
             if adds:
-                self.torch.sum(tensor(terms[j]), 0, out=tensor(sliced.y[sliced.run(j)]))
+                torch.sum(tensor(terms[j]), 0, out=tensor(sliced.y[sliced.run(j)]))
             elif not is_in_place:
                 sliced.y_places[:, j] = terms[j]
 
@@ -78,7 +71,7 @@ class Gloo:
         return call
 
     def _gathered(self, sliced: Sliced) -> Array:
-        tensor, works = self.torch.from_numpy, []
+        tensor, works = torch.from_numpy, []
         for j in range(sliced.slices):
             gathered = tensor(sliced.gathered[j].reshape(-1, sliced.x.shape[1]))
             works.append(self._all_gather(gathered, tensor(sliced.own(j)), async_op=True))
@@ -91,12 +84,12 @@ class Gloo:
         works = []
         for j in range(sliced.slices):
             sliced.multiply(j)
-            works.append(self.distributed.all_reduce(self.torch.from_numpy(sliced.y_slices[j]), async_op=True))
+            works.append(distributed.all_reduce(torch.from_numpy(sliced.y_slices[j]), async_op=True))
         for work in works:
             work.wait()
         return sliced.y
 
     def _matmul(self, a: Array, b: Array, out: Array) -> None:
         """By torch, as its users have it."""
-        x, w, y = map(self.torch.from_numpy, (a, b, out))
-        self.torch.mm(x, w, out=y)
+        x, w, y = map(torch.from_numpy, (a, b, out))
+        torch.mm(x, w, out=y)

@@ -1,4 +1,6 @@
-"""Steps of a GPT by torch's own classes, over gloo and over fompi: mpirun -n 2 python -m fompi bench train
+"""Steps of a GPT by torch's own classes, over gloo and over fompi.
+
+    mpirun -n 2 python -m fompi bench tools/suites/train.py
 
 Each row is a way to train that torch has. The two contestants run the same lines, on a group of gloo and on one of the
 backend "fompi". Their gradients are compared before the timing.
@@ -20,9 +22,10 @@ from typing import Any
 from torch import distributed
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
+from fompi.bench.c10d import beside_torch
 from fompi.bench.measure import Bench
-from fompi.bench.training import Gpt, TorchStep, beside_torch, data_parallel, fully_sharded, pipelined
 from fompi.tuning.rounds import Row
+from training import Gpt, TorchStep, data_parallel, fully_sharded, pipelined
 
 GLOO, OURS = "gloo", "fompi"
 

@@ -1,4 +1,6 @@
-"""Training steps against torch over gloo: mpirun -n 2 python -m fompi bench step
+"""Training steps against torch over gloo.
+
+    mpirun -n 2 python -m fompi bench tools/suites/step.py
 
 The model is a stack of residual MLP blocks, on real kernels of torch with one thread per rank. All contestants of a row
 have the same model, the same rows and the same optimizer. Their gradients or parameters are compared before the timing.
@@ -27,23 +29,14 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import gelu
 
+from fompi.bench.c10d import beside_torch
 from fompi.bench.measure import Bench, Call
-from fompi.bench.parallel import rows_on_device
-from fompi.bench.strategies import MICROBATCHES, pipeline, zero_1
-from fompi.bench.training import (
-    Blocks,
-    TorchStep,
-    alone,
-    averaged_after,
-    beside_torch,
-    data_parallel,
-    descent,
-    fully_sharded,
-    pipelined,
-)
 from fompi.parallel.data import SGD, DataParallel
 from fompi.torch import DistributedDataParallel, Pipeline
 from fompi.tuning.rounds import Figure, Row
+from parallel import of_device
+from strategy import MICROBATCHES, pipeline, zero_1
+from training import Blocks, TorchStep, alone, averaged_after, data_parallel, descent, fully_sharded, pipelined
 
 MODEL, RATE = Blocks(8, 512, 1024, 256), 1e-3
 PIPELINES = ("1F1B", "1f1b", 1), ("eager 1F1B", "eager-1f1b", 1), ("interleaved", "interleaved", 2)
@@ -52,12 +45,14 @@ COMPUTE = "compute alone"
 
 
 def rows(bench: Bench) -> list[Row]:
-    if bench.place.device is not None:
-        name = f"a step of a pipeline, {MICROBATCHES} micro-batches"
-        return rows_on_device(bench, {"a step with ZeRO-1": zero_1, name: pipeline})
     cases = {"data parallel": averaged, "parameters sharded": sharded, "pipeline": pipelines}
     with beside_torch(bench) as (beside, _):
         return beside.rows(dict([*cases.items()][: 1 if bench.quick else None]))
+
+
+def rows_on_device(bench: Bench) -> list[Row]:
+    name = f"a step of a pipeline, {MICROBATCHES} micro-batches"
+    return of_device(bench, {"a step with ZeRO-1": zero_1, name: pipeline})
 
 
 def averaged(bench: Bench) -> Row:

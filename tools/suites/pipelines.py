@@ -1,4 +1,4 @@
-"""The row of `fompi bench parallel` with all schedules of a pipeline, each compared with its formula."""
+"""The row of the suite `parallel` with all schedules of a pipeline, each compared with its formula."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.emulated import Emulated
-from fompi.bench.accelerator import INSTANT, MARK, PILOT_ROUNDS
+from accelerator import INSTANT, MARK, PILOT_ROUNDS
+from emulated import Emulated
 from fompi.bench.measure import Bench
 from fompi.model.pipeline import has_chunks, predicted
 from fompi.parallel.pipeline import SCHEDULES, Pipeline

@@ -1,4 +1,4 @@
-"""The rows of `fompi bench parallel` on several axes: data beside tensor parallelism, and a whole step as one plan."""
+"""The rows of the suite `parallel` on several axes: data beside tensor parallelism, and a whole step as one plan."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from fompi.backends.emulated import Emulated
-from fompi.bench.accelerator import INSTANT, MARK, PILOT_ROUNDS, Accelerator
+from accelerator import INSTANT, MARK, PILOT_ROUNDS, Accelerator
+from emulated import Emulated
 from fompi.bench.measure import Bench, Call
-from fompi.bench.strategies import EMULATED, StrategySetting, tensor_parallel_block
 from fompi.engine.communicator import Communicator
 from fompi.engine.mesh import Mesh
 from fompi.model.pipeline import predicted
@@ -27,6 +26,7 @@ from fompi.parallel.step_problem import LayerForm
 from fompi.plans.plan import Plan
 from fompi.runtime.binding import bind
 from fompi.tuning.rounds import Figure, Row, of_all_ranks, ratio
+from strategy import EMULATED, StrategySetting, tensor_parallel_block
 
 Array = np.ndarray[Any, Any]
 

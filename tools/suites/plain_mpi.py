@@ -1,4 +1,4 @@
-"""The rivals on mpi4py: blocking, pairwise without overlap, and in slices. Each is as fast as we can make it.
+"""The rivals on mpi4py: pairwise without overlap, and in slices. Each is as fast as we can make it.
 
 `NAME(operation, comm, x, w, held)` returns a call, until `held` closes it. Buffers are made once. Messages go in the
 permutations rank -> rank + d. Each slice is one kernel call on rows that are first copied next to each other. One call
@@ -7,36 +7,36 @@ per shard would be slower, because it would pack w for every shard. Sums compute
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from fompi.bench.rivals.messages import Requests, Sum
-from fompi.bench.rivals.rival import Array, Sliced, of_mpi
+from fompi.bench import cases
+from fompi.bench.cases import FusedCase
+from fompi.bench.measure import Bench
+from fompi.bench.rivals.library import Array
+from messages import Requests, Sum
+from sliced import Sliced
 
 Call = Callable[[], Array]
 
+PAIRWISE = "unfused, mpi4py P2P"
+UNFUSED = (*cases.UNFUSED, PAIRWISE)
 
-def blocking(operation: str, comm: Any, x: Array, w: Array, held: ExitStack) -> Call:
-    """The kernel and the library's blocking collective, one after the other."""
-    comm = comm.Dup()
-    held.callback(comm.Free)
-    whole, gathers = Sliced(operation, comm.size, x, w, 1), operation == "all_gather_matmul"
-    collective = of_mpi(comm, operation.removeprefix("matmul_").removesuffix("_matmul"))
 
-    def call() -> Array:
-        if gathers:
-            collective(x, whole.gathered)
-            whole.multiply_gathered(0)
-        else:
-            whole.multiply(0)
-            collective(whole.product, whole.y)
-        return whole.y
-
-    return call
+def without_fompi(bench: Bench, held: ExitStack, case: FusedCase, slices: Sequence[int]) -> dict[str, Call]:
+    """The operation without overlap, and by mpi4py in slices, bound until `held` closes them."""
+    mpi, operation = bench.mpi, case.operation
+    x, w = case.operands(bench.comm.rank, bench.comm.size)
+    return {
+        **cases.without_overlap(bench, held, case),
+        PAIRWISE: pairwise(operation, mpi, x, w, held),
+        **{f"{s} slices, library": library_slices(operation, mpi, x, w, held, s) for s in slices},
+        **{f"{s} slices, P2P": pairwise(operation, mpi, x, w, held, s) for s in slices},
+    }
 
 
 def library_slices(

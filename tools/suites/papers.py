@@ -1,4 +1,6 @@
-"""The papers' settings, on emulated accelerators with real messages: mpirun -n 4 python -m fompi bench papers
+"""The papers' settings, on emulated accelerators with real messages.
+
+    mpirun -n 4 python -m fompi bench tools/suites/papers.py
 
 Every rank multiplies M x K by K x N, and M x N elements travel. The time of the bare exchange, T_m, is measured. The
 emulated accelerator then gets such a speed that the product takes T_c = T_m / ratio:
@@ -25,10 +27,10 @@ from typing import Any
 import numpy as np
 
 import fompi
-from fompi.backends.emulated import CORNER, Emulated, corner
+from emulated import CORNER, Emulated, corner
 from fompi.base.layout import offsets, split
+from fompi.bench.cases import FusedCase
 from fompi.bench.measure import Bench, Call, plan, schedules
-from fompi.bench.peers import PeerCase
 from fompi.bench.rivals.exchange import bare_exchange
 from fompi.model.machine import Machine
 from fompi.mpi.transport import library
@@ -65,7 +67,7 @@ MOST_EXPOSED = {"MPICH": 0.002, "Open MPI": 0.005}
 """Targets for exposed / communication. The paper reports 0.2 %."""
 
 
-def operands(case: PeerCase, rank: int, size: int) -> tuple[Array, Array]:
+def operands(case: FusedCase, rank: int, size: int) -> tuple[Array, Array]:
     """x and w of a rank. Their corners hold whole numbers: those of x new ones for each call (`x_corner`)."""
     x, w = (np.zeros(shape, np.float32) for shape in case.shapes(size))
     corner(w, whole=True)[...] = weight(rank)
@@ -77,13 +79,13 @@ def weight(rank: int) -> Array:
     return np.arange(1.0, CORNER**2 + 1, dtype=np.float32).reshape(CORNER, CORNER) + rank
 
 
-def x_corner(case: PeerCase, rank: int, size: int, call: int) -> Array:
+def x_corner(case: FusedCase, rank: int, size: int, call: int) -> Array:
     """The corner of x on a rank, in this call."""
     rows = case.shapes(size)[0][0]
     return np.random.default_rng([rank, call]).integers(0, 100, (rows, CORNER)).astype(np.float32)
 
 
-def expected(case: PeerCase, rank: int, size: int, call: int) -> Array:
+def expected(case: FusedCase, rank: int, size: int, call: int) -> Array:
     """The corner of the correct result of a rank."""
     corners = [x_corner(case, source, size, call) for source in range(size)]
     if case.gathers:
@@ -95,18 +97,18 @@ def expected(case: PeerCase, rank: int, size: int, call: int) -> Array:
 def rows(bench: Bench) -> list[Row]:
     made: list[Row] = []
     for operation in OPERATIONS[: 1 if bench.quick else None]:
-        case = PeerCase(operation, M, N, K)
+        case = FusedCase(operation, M, N, K)
         exchange = best_exchange(bench, case)
         for ratio in bench.each(RATIOS, partial(_title, case)):
             made.append(measured(bench, case, exchange, ratio))
     return made
 
 
-def _title(case: PeerCase, ratio: float) -> str:
+def _title(case: FusedCase, ratio: float) -> str:
     return f"{case.operation}, T_m / T_c = {ratio:g}"
 
 
-def best_exchange(bench: Bench, case: PeerCase) -> Call:
+def best_exchange(bench: Bench, case: FusedCase) -> Call:
     """The messages of the operation without its kernels, in the number of pieces that is fastest with this MPI."""
     shard = case.m // bench.comm.size * case.n * 4
     exchanges = {
@@ -117,7 +119,7 @@ def best_exchange(bench: Bench, case: PeerCase) -> Call:
     return exchanges[best_of(bench.times(exchanges, 3))]
 
 
-def measured(bench: Bench, case: PeerCase, exchange: Call, ratio: float) -> Row:
+def measured(bench: Bench, case: FusedCase, exchange: Call, ratio: float) -> Row:
     rank, size, number, calls = bench.comm.rank, bench.comm.size, [0], dict[str, Call]()
     x, w = operands(case, rank, size)
 
@@ -149,7 +151,7 @@ def measured(bench: Bench, case: PeerCase, exchange: Call, ratio: float) -> Row:
     return evaluated(bench, case, ratio, best, timed(median(pilot[BARE]), contestants))
 
 
-def evaluated(bench: Bench, case: PeerCase, ratio: float, best: str, samples: dict[str, list[float]]) -> Row:
+def evaluated(bench: Bench, case: FusedCase, ratio: float, best: str, samples: dict[str, list[float]]) -> Row:
     """The row with its limits and figures. `best` is fompi's best schedule."""
     row = bench.row_of(_title(case, ratio), samples, base=best, marks=["emulated accelerator"])
     t_c, t_m, asked = row.median(KERNEL), row.median(BARE), bench.asked
@@ -171,7 +173,7 @@ def evaluated(bench: Bench, case: PeerCase, ratio: float, best: str, samples: di
     return replace(row, limits={"T_c": t_c, "T_m": t_m}, figures=figures, progress=words)
 
 
-def kernel_alone(alone: fompi.Communicator, case: PeerCase, machine: Machine, held: ExitStack) -> Call:
+def kernel_alone(alone: fompi.Communicator, case: FusedCase, machine: Machine, held: ExitStack) -> Call:
     """The product of a rank in one call, on a communicator of one rank."""
     m, inner, outer = case.product
     x, w = np.zeros((m, inner), np.float32), np.zeros((inner, outer), np.float32)

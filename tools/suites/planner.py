@@ -1,10 +1,12 @@
-"""The planner's predictions and choices against measurements: mpirun -n 2 python -m fompi bench planner
+"""The planner's predictions and choices against measurements.
+
+    mpirun -n 2 python -m fompi bench tools/suites/planner.py
 
 The machine is calibrated first, in the same run. The speed of the cores is measured again before each shape, with the
 products of the calibration, because it changes within minutes if others share the cores. With `--quick` the preset
 `laptop` is taken instead of a calibration.
 
-- Between equal hosts: fused operations of the shapes of `fompi.bench.fused`, and of random shapes that the calibration
+- Between equal hosts: fused operations of the shapes of `fompi.bench.cases`, and of random shapes that the calibration
   never saw. The suite compares the prediction with the measurement, and the chosen plan with the best plan.
 - Between groups of hosts, or with a slow host: plain collectives. The suite compares the chosen plan with schedules
   that do not know about links, and with the lower bound.
@@ -29,10 +31,10 @@ from typing import NamedTuple
 import numpy as np
 
 import fompi
+from fompi.bench.cases import KERNEL, FusedCase, grid, kernel_of
 from fompi.bench.collectives import problem_of
 from fompi.bench.measure import MIB, Bench, specs
-from fompi.bench.peers import KERNEL, PeerCase, cases, kernel_of
-from fompi.bench.rivals.rival import OPERATIONS
+from fompi.bench.rivals.library import OPERATIONS
 from fompi.model.fit import product_seconds, slowed
 from fompi.model.lower_bound import lower_bound
 from fompi.model.machine import NO_PACKING, Machine
@@ -41,7 +43,7 @@ from fompi.planner.candidates import UNFUSED, Candidate
 from fompi.planner.explain import Explanation
 from fompi.runtime.report import percentile
 from fompi.tuning.calibrate import calibrate, slowdown
-from fompi.tuning.rounds import Figure, Row, best_of, median_interval, over_best
+from fompi.tuning.rounds import Figure, Row, best_of, median_interval
 
 RANDOM_SHAPES, QUICK_SHAPES, SEED = 100, 2, 2026
 
@@ -78,6 +80,8 @@ def rows(bench: Bench) -> list[Row]:
         makers = {operation: partial(_collective, machine=machine, operation=operation) for operation in COLLECTIVES}
         return [description, *bench.rows(makers)]
     measured = [_measured(bench, machine, case) for case in bench.each([*_shapes(bench.quick, bench.comm.size)])]
+    if not measured:
+        return []
     return [description, *(row for both in measured for row in both), _summary(bench, measured)]
 
 
@@ -99,16 +103,16 @@ def _described(machine: Machine) -> Row:
 # ----------------------------------------------------------------------------------------------- fused operations
 
 
-def _shapes(quick: bool, size: int) -> Iterator[PeerCase]:
+def _shapes(quick: bool, size: int) -> Iterator[FusedCase]:
     """The grid of the suite `fused`, then random shapes."""
     generator = random.Random(SEED)
     if not quick:
-        yield from cases(quick)
+        yield from grid(quick)
     count, part = (QUICK_SHAPES, 4) if quick else (RANDOM_SHAPES, 1)
     for i in range(count):
         m = size * generator.randrange(256 // size, 2049 // size)
         n, k = generator.randrange(256, 2049), generator.randrange(128, 3073)
-        yield PeerCase(OPERATIONS[i % len(OPERATIONS)], -(-m // part // size) * size, n // part, k // part)
+        yield FusedCase(OPERATIONS[i % len(OPERATIONS)], -(-m // part // size) * size, n // part, k // part)
 
 
 def explained_for(machine: Machine, operation: str, size: int, *tensors: np.ndarray) -> Explanation:
@@ -125,7 +129,7 @@ class _Measured(NamedTuple):
         return (self.final if name in self.final.samples else self.first).median(name)
 
 
-def _measured(bench: Bench, machine: Machine, case: PeerCase) -> _Measured:
+def _measured(bench: Bench, machine: Machine, case: FusedCase) -> _Measured:
     """Measure the chosen plan, the best others by the model, and those without overlap."""
     comm, monitor, rounds = bench.comm, bench.cluster.monitor, bench.rounds
     x, w = case.operands(comm.rank, comm.size)
@@ -154,6 +158,19 @@ def _measured(bench: Bench, machine: Machine, case: PeerCase) -> _Measured:
         replace(final, predicted={name: seconds[name] for name in final.samples}),
     )
     return measured._replace(final=replace(measured.final, figures=_compared(measured, at_kernels)))
+
+
+def over_best(samples: Mapping[str, Sequence[float]], chosen: str) -> float:
+    """The time of `chosen`, divided by the time of the best contestant: the median over the rounds.
+
+    In each round the best contestant is the one with the least median of all other rounds. So no contestant is the best
+    because it was lucky in that round.
+    """
+    ratios = []
+    for i, seconds in enumerate(samples[chosen]):
+        others = {name: [*times[:i], *times[i + 1 :]] or times for name, times in samples.items()}
+        ratios.append(seconds / samples[best_of(others)][i])
+    return median(ratios)
 
 
 def _finalists(first: Row) -> list[str]:

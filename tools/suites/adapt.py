@@ -1,4 +1,6 @@
-"""A link that drops to a third during a run: python -m fompi.lab run --hosts 4 -- python -m fompi bench adapt
+"""A link that drops to a third during a run.
+
+    python -m fompi.lab run --hosts 4 -- python -m fompi bench tools/suites/adapt.py
 
 The machine is calibrated. Each operation is bound with adapt=True and called for a while. Then the link of the second
 host drops. The suite counts the calls until the ranks change their plan, and compares the new plan with a fresh one: a
@@ -17,9 +19,9 @@ import fompi
 from fompi.base.errors import StateError
 from fompi.bench.collectives import problem_of
 from fompi.bench.measure import MIB, Bench, repeated
-from fompi.bench.planner import explained_for
 from fompi.tuning.calibrate import calibrate
 from fompi.tuning.rounds import Figure, Row, meet
+from planner import explained_for
 
 OPERATIONS = {"all_gather": 17, "reduce_scatter": 20, "all_reduce": 22}
 """How many calls there are before the link drops. They differ because ranks compare times after every eighth call."""

@@ -1,4 +1,6 @@
-"""The strategies on emulated accelerators with real messages: mpirun -n 4 python -m fompi bench parallel
+"""The strategies on emulated accelerators with real messages.
+
+    mpirun -n 4 python -m fompi bench tools/suites/parallel.py
 
 Every row is one strategy with one ratio of messages to kernels. First its kernels take no time: what the call takes
 then is T_m, its messages alone. Then the emulated accelerator gets such a speed that the kernels take T_c, and the row
@@ -10,7 +12,7 @@ compares
 
 `exposed` is the time beyond the kernels alone. `bound` is what must be exposed: no order of these pieces does better on
 links that carry one message at a time. Both are shares of T_m. The bound of a row is in the docstring of its function
-(`fompi.bench.strategies`), and in docs/concepts/strategies.md.
+(`strategy.py`), and in docs/concepts/strategies.md.
 
 On a device (`--device`) the kernels and the messages of a strategy are calls of their own.
 """
@@ -21,32 +23,35 @@ from dataclasses import replace
 from functools import partial
 from statistics import median
 
-from fompi.bench import strategies
-from fompi.bench.accelerator import INSTANT, MARK, PILOT_ROUNDS, Accelerator
-from fompi.bench.axes import data_beside_tensor, whole_step
+from accelerator import INSTANT, MARK, PILOT_ROUNDS, Accelerator
+from axes import data_beside_tensor, whole_step
 from fompi.bench.measure import Bench, Call
-from fompi.bench.pipelines import pipelines
-from fompi.bench.strategies import (
+from fompi.tuning.rounds import Row
+from pipelines import pipelines
+from strategy import (
+    EMULATED,
     FOMPI,
+    GPU,
     KERNELS,
     MESSAGES,
+    ON_DEVICE,
+    QUICK_GPU,
     SERIAL,
+    SOFTWARE,
     Makers,
     Strategy,
     StrategySetting,
+    on_accelerator,
     with_bound,
 )
-from fompi.tuning.rounds import Row
 
 
 def rows(bench: Bench) -> list[Row]:
-    if bench.place.device is not None:
-        return rows_on_device(bench, strategies.ON_DEVICE)
     made: list[Row] = []
-    accelerator, makers, size = Accelerator(), strategies.on_accelerator(bench.comm.size), bench.comm.size
+    accelerator, makers, size = Accelerator(), on_accelerator(bench.comm.size), bench.comm.size
     with accelerator.on([bench.comm]):
         for what, make in makers.items():
-            strategy = make(StrategySetting(bench, bench.comm, strategies.EMULATED, accelerator))
+            strategy = make(StrategySetting(bench, bench.comm, EMULATED, accelerator))
             ratios = strategy.ratios[: 1 if bench.quick else None]
             for ratio in bench.each(ratios, partial(_title, what, strategy)):
                 made.append(measured(bench, accelerator, _title(what, strategy, ratio), strategy, ratio))
@@ -94,10 +99,14 @@ def compared(bench: Bench, what: str, call: Call, kernels: Call, messages: Call)
     return bench.row(what, {name: bench.place.finished(each) for name, each in calls.items()}, base=FOMPI)
 
 
-def rows_on_device(bench: Bench, makers: Makers) -> list[Row]:
+def rows_on_device(bench: Bench) -> list[Row]:
+    return of_device(bench, ON_DEVICE)
+
+
+def of_device(bench: Bench, makers: Makers) -> list[Row]:
     """A row of each strategy. Its bound is of the T_c and T_m that were measured."""
-    gpu = strategies.QUICK_GPU if bench.quick else strategies.GPU
-    sizes, made = strategies.SOFTWARE if bench.place.is_software else gpu, []
+    gpu = QUICK_GPU if bench.quick else GPU
+    sizes, made = SOFTWARE if bench.place.is_software else gpu, []
     for what in bench.each([*makers]):
         strategy = makers[what](StrategySetting(bench, bench.comm, sizes))
         assert strategy.kernels is not None and strategy.messages is not None
