@@ -313,14 +313,17 @@ def prepare(found: LookedAt, machine: str) -> tuple[start.JobOnHosts, dict[str, 
 def blocks(found: LookedAt) -> list[Table | str]:
     """What the user sees: the hosts, the ways between them, and what to know."""
     gib = 1 << 30
-    rows = []
+    rows, all_cards = [], found.interfaces
     for host, each in found.facts.items():
         rate, ahead = f"{found.kernels[host][0] / 1e9:.0f}", f"{1e3 * found.clocks[host]:+.0f}"
-        rows.append([host, found.request.hosts[host], each["cores"], f"{each['memory'] / gib:.1f}", rate, ahead])
+        cards = ", ".join(
+            f"{card} {card.address or ('no address' if card.is_up else 'down')}" for card in all_cards[host]
+        )
+        rows.append([host, found.request.hosts[host], each["cores"], f"{each['memory'] / gib:.1f}", rate, ahead, cards])
     versions = ", ".join(f"{name} {version}" for name, version in found.here["versions"].items())
-    columns = ["host", "ranks", "cores", "free GiB", "GFLOP/s", "clock ms"]
+    columns = ["host", "ranks", "cores", "free GiB", "GFLOP/s", "clock ms", "interfaces"]
     parts: list[Table | str] = [
-        Table(columns, rows, right=columns[1:]),
+        Table(columns, rows, right=columns[1:6]),
         f"everywhere: Python {found.here['python']}, {versions}, {found.here['mpi']}",
     ]
     best = found.best
