@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -93,7 +94,7 @@ def helpers():
     return lambda: sum(thread.name == "fompi progress" for thread in set(threading.enumerate()) - before)
 
 
-def soon(condition, seconds=5.0):
+def soon(condition, seconds=20.0):
     """Wait for `condition()`. False if it does not hold within `seconds`."""
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
@@ -225,13 +226,15 @@ def test_the_helper_rests_while_another_thread_polls(engine):
     messages = Arrivals(engine, ["never"])
     engine.helper.use(Pause(0.02, 0.02))
     engine.wake_helper()
-    own_polls, end = 0, time.monotonic() + 0.3
-    before = engine.polls
-    while time.monotonic() < end:
-        engine.progress()
-        own_polls += 1
-        time.sleep(1e-3)
-    assert engine.polls - before - own_polls <= 0.2 * own_polls and not messages.finished
+
+    def rests():
+        before, own_polls = engine.polls, 100
+        for _ in range(own_polls):
+            engine.progress()
+            time.sleep(1e-3)
+        return engine.polls - before - own_polls <= 0.2 * own_polls
+
+    assert soon(rests) and not messages.finished  # a busy machine may hold the program up
 
 
 def test_the_helper_polls_less_often_if_messages_are_far_apart(engine, arrived):
@@ -245,9 +248,13 @@ def test_the_helper_polls_less_often_if_messages_are_far_apart(engine, arrived):
     others = Arrivals(engine, ["never"])  # keeps the engine busy; only the time between arrivals counts
     message("late", 0.05)
     assert soon(lambda: engine.helper.seconds == engine.helper.pause.most)
-    for name in range(5):
-        message(name, 0.0)
-    assert soon(lambda: engine.helper.seconds < engine.helper.pause.most)
+    names = itertools.count()
+
+    def polls_more_often():  # on a busy machine, messages without a gap may be far apart, too
+        message(next(names), 0.0)
+        return engine.helper.seconds < engine.helper.pause.most
+
+    assert soon(polls_more_often)
     assert not others.finished
 
 

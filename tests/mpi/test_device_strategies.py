@@ -227,7 +227,7 @@ def test_errors_of_cuda_at_each_call(world, comm, fakecuda, monkeypatch, name):
         except fompi.FompiError as error:
             failed, words = True, str(error)
             assert not isinstance(error, fompi.WaitTimeout), words
-        assert time.perf_counter() - begun_at < world.engine.timeout / 2, f"something waited for its deadline: {words}"
+        assert time.perf_counter() - begun_at < world.engine.timeout, f"something waited for its deadline: {words}"
         struck = comm.bcast(bool(case) and not device.runtime.failures, world.size - 1)
         every = comm.allgather(failed)
         assert not any(every) or struck, (name, case, words)
