@@ -49,7 +49,7 @@ def machines(draw, size):
 
 
 @pytest.mark.parametrize("name", ROTATED)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_the_times_equal_those_of_the_event_walk(name, data):
     """For the rank that ends last, op by op."""
