@@ -65,7 +65,7 @@ def test_a_leg_that_fails_hangs_or_leaves_something_is_one_failure_and_the_other
     results = run(
         tool,
         shell(tool, "fails", "exit 3"),
-        shell(tool, "hangs", "echo here; sleep 60", seconds=0.3),
+        shell(tool, "hangs", "echo here; sleep 60", seconds=3),
         shell(tool, "no environment", "", environment="openmpi"),
         shell(tool, "leaves", "sleep 61 >/dev/null & true"),
         shell(tool, "last", "true"),
@@ -73,7 +73,7 @@ def test_a_leg_that_fails_hangs_or_leaves_something_is_one_failure_and_the_other
     problems = {name: result.problem for name, result in results.items()}
     assert problems == {
         "fails": "exit status 3",
-        "hangs": "ended after its time-out of 0 s",
+        "hangs": "ended after its time-out of 3 s",
         "no environment": f"there is no {tmp_path / 'nowhere'}",
         "leaves": "left processes behind: sleep 61",
         "last": "",
