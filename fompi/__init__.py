@@ -78,12 +78,10 @@ from fompi.ops.operations import *  # noqa: F403
 from fompi.ops.pending import Pending
 from fompi.ops.replicated import sum_replicated
 from fompi.planner.explain import Explanation
-from fompi.planner.layout import layouts
 from fompi.plans.plan import Plan
 from fompi.plans.staged import staged
 from fompi.plans.tree import Canonical
 from fompi.plans.verify import verify
-from fompi.runtime.alignment import gather_traces
 from fompi.runtime.executor import Executor
 from fompi.schedules.registry import schedule
 from fompi.tensors.device_array import DeviceArray
@@ -94,6 +92,8 @@ from fompi.tuning.adaptive import Adaptive, bind
 
 if TYPE_CHECKING:
     from fompi.parallel.interleave import interleave
+    from fompi.planner.layout import layouts
+    from fompi.runtime.alignment import gather_traces
     from fompi.runtime.report import mark_step
     from fompi.tuning.calibrate import calibrate
 
@@ -136,6 +136,7 @@ _prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.c
 
 
 DOORS.bind, DOORS.prepare = BoundCall, _prepare
+DOORS.measure = _late("fompi.tuning.autotune", "measured_schedule")
 DOORS.differentiable = _late("fompi.torch.autograd", "differentiable")
 DOORS.strategy_of_torch = _late("fompi.torch.autograd", "attached")
 DOORS.modes_of_torch = _late("fompi.torch.private", "modes")
@@ -156,6 +157,8 @@ _PACKAGES = ("torch", "jax", "parallel", "plans", "model", "traces")
 
 
 _LATE = {
+    "layouts": "fompi.planner.layout",
+    "gather_traces": "fompi.runtime.alignment",
     "calibrate": "fompi.tuning.calibrate",
     "mark_step": "fompi.runtime.report",
     "interleave": "fompi.parallel.interleave",

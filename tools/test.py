@@ -1,8 +1,8 @@
 """Run every test of fompi: python tools/test.py [--leg NAME] [--mpi mpich|openmpi] [-k EXPR] [--soak]
 
-First come the legs of `make quick`, in their light environment. Then two rows of legs run beside each other: legs that
-compute, and legs that wait more than they compute. In the end come tests that measure links, with nothing beside them.
-`make` makes or completes the environments that the chosen legs need, each before its first leg.
+First come the legs of `make quick`, in their light environment, then all others, two beside each other: the longest
+first, and one that waits more than it computes beside one that computes. In the end come tests that measure links, with
+nothing beside them. `make` makes or completes the environments that the chosen legs need, each before its first leg.
 
 A leg that cannot run fails. No test is skipped because something is missing. Each leg has a time-out, enforced on every
 process that it started. Outputs and reports stay in build/test/<leg>/. After each leg come its slowest tests.
@@ -28,8 +28,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,9 +88,9 @@ SOAK_FACTOR = 10
 BESIDE_FACTOR = 2
 """With another leg beside it, a leg may take this many times as long."""
 
-QUICK, COMPUTES, WAITS, ALONE = "quick", "computes", "waits", "alone"
-STAGES = ((QUICK,), (COMPUTES, WAITS), (ALONE,))
-"""The rows of legs, one stage after the other. The rows of a stage run beside each other."""
+QUICK, OTHERS, ALONE = "quick", "others", "alone"
+STAGES = {QUICK: 2, OTHERS: 2, ALONE: 1}
+"""The stages, one after the other, and how many legs of each run beside each other."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,8 @@ class Leg:
     command: tuple[str, ...]  # of a test leg: the arguments of pytest
     ranks: int = 0  # of mpirun; 0: no mpirun
     is_pytest: bool = True
-    row: str = COMPUTES
+    stage: str = OTHERS
+    waits: bool = False  # more than it computes
     marks: str = ""  # which of its tests, as in `pytest -m`
 
 
@@ -119,6 +119,10 @@ class Result:
     @property
     def word(self) -> str:
         return "FAILED" if self.problem else "ok"
+
+
+Times = dict[str, dict[str, float]]
+"""Of legs that ran whole and passed: `seconds`, and `cpu_seconds` of all their processes."""
 
 
 @dataclass(frozen=True)
@@ -150,9 +154,9 @@ def ranks_of(path: Path) -> dict[str, list[int]]:
 def legs() -> tuple[Leg, ...]:
     lint = "ruff check . && ruff format --check ."
     found = [
-        Leg("lint", "quick", 60, ("sh", "-c", lint), is_pytest=False, row=QUICK),
-        Leg("types", "quick", 240, ("mypy",), is_pytest=False, row=QUICK),
-        Leg("pure", "quick", 450, ("-n", "2", "-W", "error", "tests/pure"), row=QUICK),
+        Leg("lint", "quick", 60, ("sh", "-c", lint), is_pytest=False, stage=QUICK),
+        Leg("types", "quick", 240, ("mypy",), is_pytest=False, stage=QUICK),
+        Leg("pure", "quick", 450, ("-n", "2", "-W", "error", "tests/pure"), stage=QUICK),
         Leg("local", "mpich", 360, ("-n", "2", "-W", "error", *OF_TORCH, "tests/local")),
     ]
     for mpi in MPIS:
@@ -160,21 +164,29 @@ def legs() -> tuple[Leg, ...]:
         for size in sorted({size for sizes in ranks_of_files.values() for size in sizes}):
             files = [f"tests/mpi/{path.name}" for path, sizes in ranks_of_files.items() if size in sizes]
             found.append(Leg(f"mpi-{mpi}-{size}", mpi, 600 if size == 2 else 300, ("--with-mpi", *files), ranks=size))
+    found.append(
+        Leg("mpi-ucx-2", "mpich", 120, ("--with-mpi", *on_ranks("operations", "messages", "bound_call")), ranks=2)
+    )
     if (ROOT / "tests/docs").exists():
-        found.append(Leg("docs", "mpich", 600, ("-n", "2", "--dist", "loadgroup", "tests/docs"), row=WAITS))
-    found.append(Leg("slurm", "mpich", 420, ("-n", "2", "tests/slurm"), row=WAITS))  # both MPIs; it needs Slurm
+        found.append(Leg("docs", "mpich", 600, ("tests/docs",), waits=True))
+    found.append(Leg("slurm", "mpich", 420, ("-n", "2", "tests/slurm"), waits=True))  # both MPIs; it needs Slurm
     for mpi in MPIS:
-        found.append(Leg(f"faults-{mpi}", mpi, 300, ("-n", "3" if mpi == "mpich" else "4", "tests/faults"), row=WAITS))
+        found.append(Leg(f"faults-{mpi}", mpi, 300, ("-n", "3" if mpi == "mpich" else "4", "tests/faults"), waits=True))
     lab = ("-n", "2", "--dist", "loadfile", "tests/lab")
-    for row, name, marks in ((WAITS, "lab", "not measures"), (ALONE, "links", "measures")):
-        found += [Leg(f"{name}-{mpi}", mpi, 240, lab, row=row, marks=marks) for mpi in MPIS]
+    for name, stage, marks in (("lab", OTHERS, "not measures"), ("links", ALONE, "measures")):
+        found += [Leg(f"{name}-{mpi}", mpi, 240, lab, stage=stage, waits=True, marks=marks) for mpi in MPIS]
     return tuple(found)
 
 
 def on_request() -> tuple[Leg, ...]:
     """Legs that run only where `--leg` has their whole name: the environment of this one takes minutes to make."""
-    files = (f"tests/mpi/test_{name}.py" for name in ("operations", "native", "bound_call", "ticket"))
+    files = on_ranks("operations", "native", "bound_call", "ticket")
     return (Leg("mpi-abi-2", "abi", 120, ("--with-mpi", *files), ranks=2),)
+
+
+def on_ranks(*names: str) -> list[str]:
+    """These files of tests/mpi."""
+    return [f"tests/mpi/test_{name}.py" for name in names]
 
 
 def make_environments(chosen: Iterable[Leg]) -> list[Result]:
@@ -186,28 +198,35 @@ def make_environments(chosen: Iterable[Leg]) -> list[Result]:
     return [Result(leg, 0.0, {FAILED: 1}, f"`make {' '.join(targets)}` failed", "")] if status else []
 
 
-def run_rows(rows: Sequence[Sequence[Leg]], selection: Selection, done: Callable[[Result], None]) -> None:
-    """Run the legs of each row one after the other, the rows beside each other. Each result goes to `done`."""
-    queues = [deque(row) for row in rows if row]
-    running: dict[int, tuple[Leg, job.Job]] = {}
-    factor = (BESIDE_FACTOR if len(queues) > 1 else 1) * (SOAK_FACTOR if selection.soak else 1)
+def run_legs(
+    waiting: list[Leg], most: int, selection: Selection, before: Times, done: Callable[[Result], None]
+) -> None:
+    """Run the legs, at most this many beside each other. Each result goes to `done`."""
+    waiting, running = list(waiting), dict[str, tuple[Leg, job.Job]]()
+    factor = (BESIDE_FACTOR if min(most, len(waiting)) > 1 else 1) * (SOAK_FACTOR if selection.soak else 1)
     try:
-        while running or any(queues):
-            for row, queue in enumerate(queues):
-                if queue and row not in running:
-                    leg = queue.popleft()
-                    if (ENVIRONMENTS[leg.environment] / "bin/python").exists():
-                        running[row] = leg, start(leg, selection, factor)
-                    else:
-                        done(Result(leg, 0.0, {FAILED: 1}, f"there is no {ENVIRONMENTS[leg.environment]}", ""))
-            for row, (leg, started) in list(running.items()):
+        while running or waiting:
+            while waiting and len(running) < most:
+                leg = next_leg(waiting, [leg for leg, _ in running.values()], before)
+                waiting.remove(leg)
+                if (ENVIRONMENTS[leg.environment] / "bin/python").exists():
+                    running[leg.name] = leg, start(leg, selection, factor)
+                else:
+                    done(Result(leg, 0.0, {FAILED: 1}, f"there is no {ENVIRONMENTS[leg.environment]}", ""))
+            for leg, started in list(running.values()):
                 if started.is_over():
-                    del running[row]
+                    del running[leg.name]
                     done(judge(leg, selection, started.end()))
             time.sleep(0.05)
     finally:  # after an interrupt
         for _, started in running.values():
             started.end()
+
+
+def next_leg(waiting: list[Leg], running: list[Leg], before: Times) -> Leg:
+    """The longest. One that waits beside one that computes, where possible: together they keep the cores busy."""
+    others = [leg for leg in waiting if all(leg.waits != beside.waits for beside in running)]
+    return max(others or waiting, key=lambda leg: before.get(leg.name, {}).get("seconds", leg.seconds))
 
 
 def start(leg: Leg, selection: Selection, factor: float) -> job.Job:
@@ -218,6 +237,8 @@ def start(leg: Leg, selection: Selection, factor: float) -> job.Job:
     variables = {**VARIABLES, "PATH": f"{ENVIRONMENTS[leg.environment] / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     if leg.name == "mpi-openmpi-3":  # the engine in Python, which C must equal
         variables["FOMPI_ENGINE"] = "python"
+    if leg.name == "mpi-ucx-2":  # the rest runs so by hand: `FOMPI_CARRIER=ucx python tools/test.py --leg mpi-mpich`
+        variables["FOMPI_CARRIER"] = "ucx"
     if leg.name == "slurm":  # each rank has a core, and one that yields and polls can starve the kernel's own threads
         variables["OMPI_MCA_mpi_yield_when_idle"] = "0"
     return job.Job(command_of(leg, selection, logs), factor * leg.seconds, env=variables, cwd=ROOT)
@@ -340,11 +361,11 @@ def main() -> int:
         results.append(result)
         show(result)
 
-    for stage in STAGES:
-        rows = [[leg for leg in chosen if leg.row == row] for row in stage]
-        for result in make_environments(leg for row in rows for leg in row):
+    for stage, most in STAGES.items():
+        legs_of_stage = [leg for leg in chosen if leg.stage == stage]
+        for result in make_environments(legs_of_stage):
             done(result)
-        run_rows(rows, selection, done)
+        run_legs(legs_of_stage, most, selection, before, done)
     results.sort(key=lambda result: [*chosen, result.leg].index(result.leg))
     summarize(results, time.monotonic() - begun, before)
     if selection.is_whole:
@@ -376,10 +397,6 @@ def select(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list
     if not selected:
         parser.error(f"no such leg. The legs are {', '.join(leg.name for leg in (*legs(), *on_request()))}")
     return selected
-
-
-Times = dict[str, dict[str, float]]
-"""Of legs that ran whole and passed: `seconds`, and `cpu_seconds` of all their processes."""
 
 
 def summarize(results: list[Result], seconds: float, before: Times) -> None:

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +25,9 @@ try:
     from fompi.native import _native
 except ImportError:  # there was no compiler
     _native = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 Array = np.ndarray[Any, Any]
 
@@ -99,6 +101,8 @@ def _threads() -> int:
 
 @cache
 def _pool(workers: int) -> ThreadPoolExecutor:
+    from concurrent.futures import ThreadPoolExecutor
+
     return ThreadPoolExecutor(workers, "fompi-chain")
 
 

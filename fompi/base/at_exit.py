@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import atexit
-import multiprocessing.util
 import sys
 from collections.abc import Callable
+
+
+def _is_child() -> bool:
+    """True if `multiprocessing` has started this process, which has loaded it then."""
+    loaded = sys.modules.get("multiprocessing")
+    return loaded is not None and loaded.parent_process() is not None
 
 
 def at_exit(function: Callable[[], object]) -> None:
@@ -19,8 +24,10 @@ def at_exit(function: Callable[[], object]) -> None:
             function()
 
     atexit.register(once)
-    if multiprocessing.parent_process() is not None:
-        multiprocessing.util.Finalize(None, once, exitpriority=0)
+    if _is_child():
+        from multiprocessing.util import Finalize
+
+        Finalize(None, once, exitpriority=0)
 
 
 def failure() -> BaseException | None:
@@ -28,5 +35,5 @@ def failure() -> BaseException | None:
 
     What runs at its end runs before Python prints that error, and before the parent learns of it.
     """
-    error = sys.exception() if multiprocessing.parent_process() is not None else None
+    error = sys.exception() if _is_child() else None
     return None if isinstance(error, SystemExit) and not error.code else error

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable
-from difflib import get_close_matches
 
 
 def text_of(error: BaseException) -> str:
@@ -26,6 +25,8 @@ def in_words(error: BaseException) -> str:
 
 def meant(name: object, known: Iterable[str], form: str = " (did you mean {}?)") -> str:
     """`form` with the one of the `known` names that is nearest to what a user wrote. "" if none is near."""
+    from difflib import get_close_matches
+
     names, word = {each.lower(): each for each in known}, str(name).lower()
     near = get_close_matches(word, names, 1) or [each for each in names if len(word) > 2 and each.startswith(word)]
     return form.format(names[near[0]]) if near else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -34,7 +33,7 @@ def store(path: Path | None, conditions: dict[str, Any], name: str, value: Any) 
     """Replace the whole file at once: other jobs may read it. Without space on disk nothing is kept."""
     if path is None:
         return
-    draft = path.with_suffix(f".{socket.gethostname()}.{os.getpid()}")  # hosts may share the folder
+    draft = path.with_suffix(f".{os.uname().nodename}.{os.getpid()}")  # hosts may share the folder
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -202,7 +202,7 @@ class Communicator(Shared):
         text = f"Communicator of fompi {__version__}{' with FOMPI_REPORT' * (self.engine.report is not None)}"
         if machine is not None:
             text += f", FOMPI_MACHINE {machine.name}{detail('the machine', repr(machine))}"
-        host = digest(socket.gethostname()) % (1 << VALUE_BITS)
+        host = digest(os.uname().nodename) % (1 << VALUE_BITS)
         values = list(agree(self, text, refusal, value=host))
         self.engine.hosts.update(zip(self.link.world_ranks, values, strict=True))
         return digest(str(values))

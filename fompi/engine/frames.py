@@ -11,7 +11,6 @@ import hashlib
 import io
 import os
 import re
-import socket
 import sys
 import sysconfig
 import traceback
@@ -20,6 +19,7 @@ from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from time import sleep
 from types import TracebackType
+from typing import Any
 
 from fompi.base.errors import FompiError, LaunchError
 from fompi.mpi import environment, launcher
@@ -85,7 +85,8 @@ def _is_of_all_ranks(error: BaseException) -> bool:
     return isinstance(error, LaunchError) and error.of_all_ranks
 
 
-_ENDED: list[socket.socket] = []
+_ENDED: list[Any] = []
+"""The socket that this process keeps."""
 
 
 def _is_first_here(error: BaseException) -> bool:
@@ -94,6 +95,8 @@ def _is_first_here(error: BaseException) -> bool:
     There may be no MPI by which they could agree. It is the one that has taken the name of an abstract socket. On a
     system without them each is the first.
     """
+    import socket
+
     words = hashlib.sha256(repr(error).encode()).hexdigest()
     with suppress(OSError):
         _ENDED.append(socket.socket(socket.AF_UNIX))
@@ -115,7 +118,7 @@ def show(error: BaseException, hook: Hook, rank: int, size: int) -> None:
     error.__traceback__ = _from_program(error.__traceback__)
     folded = fold(error)
     left_out = f" (FOMPI_DEBUG=1 shows {folded} more frame{'s' * (folded > 1)}, inside of fompi)" if folded else ""
-    who = f"rank {rank} of {size} on {socket.gethostname()}" if size > 1 else "the program"
+    who = f"rank {rank} of {size} on {os.uname().nodename}" if size > 1 else "the program"
     if size > 1 or folded:
         end = "was interrupted" if isinstance(error, KeyboardInterrupt) else "ends by an error"
         print(f"fompi: {who} {end}{left_out}:", file=sys.stderr)

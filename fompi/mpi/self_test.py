@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -44,6 +43,8 @@ def failure(kind: str, environ: Mapping[str, str] | None = None, seconds: float 
 
     Takes some seconds. Needs no MPI in this process, and does not disturb it.
     """
+    import subprocess
+
     environ = os.environ if environ is None else environ
     alone = {name: text for name, text in environ.items() if not name.startswith(LAUNCHERS)}
     alone["FOMPI_GPU_AWARE"] = "0"  # else the child would start a child

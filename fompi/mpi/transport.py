@@ -19,14 +19,17 @@ from functools import cache
 from pathlib import Path
 from time import perf_counter, sleep
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fompi.base.at_exit import at_exit, failure
 from fompi.base.doors import DOORS
 from fompi.base.errors import LaunchError
 from fompi.base.layout import MOST_NBYTES
-from fompi.mpi import environment, launcher, pmi, ucx
+from fompi.mpi import environment, launcher, ucx
 from fompi.mpi.ucx import UCX, WORLD, share_by
+
+if TYPE_CHECKING:
+    from fompi.mpi import pmi
 
 _INSTALL = (
     "on a laptop `pip install mpi4py mpich`; on a cluster load the site's MPI module, "
@@ -132,6 +135,8 @@ def start_by_store(store: Callable[[], pmi.KeyValueStore], rank: int, size: int,
     if not 0 <= rank < size:
         refusal = f"there is no rank {rank} of {size}: " + (f"ranks are 0 to {size - 1}" if size > 0 else "give a size")
     if refusal:
+        from fompi.mpi import pmi
+
         pmi.object_to(store(), refusal, min(seconds, OBJECTION_SECONDS))
         raise LaunchError(refusal)
     for name in [name for name in os.environ if name.startswith("PMI_")]:  # of the rank that this is a child of
@@ -455,6 +460,8 @@ def _start_bridged(MPI: ModuleType, store: pmi.KeyValueStore, rank: int, size: i
 
     The functions of mpi4py that start and end MPI keep the GIL. They are called in C instead.
     """
+    from fompi.mpi import pmi  # most launchers start MPI
+
     loaded = _library(MPI)
     job = pmi.meet(store, rank, size, pmi.node_of(os.environ), f"{loaded.name} {loaded.version}", seconds)
     bridge = pmi.connect(job, os.environ, seconds)

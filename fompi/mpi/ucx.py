@@ -11,20 +11,20 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from ctypes.util import find_library
 from functools import cache
 from pathlib import Path
 from time import perf_counter, sleep
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from fompi.base.at_exit import at_exit
 from fompi.base.errors import LaunchError, WaitTimeout
-from fompi.mpi.pmi import KeyValueStore
+
+if TYPE_CHECKING:
+    from fompi.mpi.pmi import KeyValueStore
 
 Array = np.ndarray[Any, Any]
 
@@ -60,6 +60,9 @@ def mapped(name: str = "libucp.so") -> str | None:
 
 def candidates() -> Iterable[str]:
     """Where a libucp may be: in this process, in the wheels of MPICH, Open MPI and UCX, on the system."""
+    import sysconfig
+    from ctypes.util import find_library
+
     if (here := mapped()) is not None:
         yield here
     prefix, packages = Path(sys.prefix), Path(sysconfig.get_paths()["purelib"])

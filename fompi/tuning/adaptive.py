@@ -36,8 +36,6 @@ from fompi.runtime.executor import Executor
 from fompi.schedules.registry import IN_RING_ORDER
 from fompi.traces.drift import WARN_DRIFT, Drift, differ
 from fompi.traces.trace import Trace
-from fompi.tuning import autotune
-from fompi.tuning.rounds import seconds_of
 
 CHECK_CALLS = 8
 """The ranks compare the times of an operation that adapts every CHECK_CALLS calls."""
@@ -159,6 +157,9 @@ def _measure_fastest(
 
     The choice is kept only if kernels are identified on all ranks.
     """
+    from fompi.tuning import autotune  # few programs measure
+    from fompi.tuning.rounds import seconds_of
+
     steps: dict[Candidate, Executor] = {}
 
     def time_call(candidate: Candidate) -> float:

@@ -28,7 +28,6 @@ import numpy as np
 from fompi.base import kept
 from fompi.base.call_options import CallOptions
 from fompi.base.differences import detail
-from fompi.base.doors import DOORS
 from fompi.base.layout import Sizes, Slices
 from fompi.base.log import log
 from fompi.base.version import __version__
@@ -212,6 +211,3 @@ def _load(comm: Communicator, key: str, is_usable: Callable[[Candidate], bool]) 
 def _store(comm: Communicator, key: str, best: Candidate) -> None:
     conditions = _conditions(comm, key)
     kept.store(_file(conditions), conditions, "choice", list(best))
-
-
-DOORS.measure = measured_schedule

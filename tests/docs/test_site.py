@@ -13,7 +13,7 @@ import pytest
 import fompi
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.xdist_group("site"), pytest.mark.timeout(300)]  # one process builds it
+pytestmark = pytest.mark.timeout(300)
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 

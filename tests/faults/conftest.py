@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from dataclasses import dataclass
@@ -28,9 +27,16 @@ rank, size = world.rank, world.size
 """
 
 
+SOON = 15.0
+"""On a busy machine, too. The deadline of a job and its time-out are far behind."""
+
+
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended, and how many seconds after its first event."""
+    """How a job ended, and how many seconds after its first event.
+
+    Whoever waits for a deadline that the test does not name is killed: it is longer than a job may take.
+    """
 
     finished: job.Finished
     seconds: float
@@ -54,21 +60,20 @@ class Ended:
         assert self.finished.stderr.strip() == "", self.output
 
     def assert_failed(self, *words: str) -> None:
-        """All ranks ended within two seconds of the event, with an error status. One traceback contains `words`."""
+        """All ranks ended soon after the event, with an error status. One traceback contains `words`."""
         assert not self.finished.timed_out and not self.finished.left_behind, self.output
         assert self.finished.returncode != 0, self.output
         assert self.tracebacks == 1, self.output
         for word in words:
             assert word in self.output, (word, self.output)
-        busy = os.getloadavg()[0] > (os.cpu_count() or 1)
-        assert self.seconds < (4.0 if busy else 2.0), (self.seconds, self.output)
+        assert self.seconds < SOON, (self.seconds, self.output)
 
 
 @pytest.fixture
 def launch(mpirun, tmp_path):
     """launch(ranks, "code", timeout=2, env={}) -> Ended. The code can use emit(), event(), world, rank and size."""
 
-    def run(ranks, code, timeout=20.0, world=True, env=None):
+    def run(ranks, code, timeout=60.0, world=True, env=None):
         script = tmp_path / "script.py"
         script.write_text(PRELUDE + WORLD * world + code)
         finished = mpirun(ranks, script, seconds=40, env={"FOMPI_TIMEOUT": str(timeout), **(env or {})}, cwd=tmp_path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-TIMEOUT = 2.0
+TIMEOUT, SOON = 2.0, 20.0
 
 
 def run(launch, ranks, code, **options):
@@ -16,7 +16,7 @@ def run(launch, ranks, code, **options):
     ended = launch(ranks, code, timeout=TIMEOUT, **options)
     assert not ended.finished.timed_out and not ended.finished.left_behind, ended.output
     assert ended.finished.returncode != 0 and ended.tracebacks == 1, ended.output
-    assert TIMEOUT - 0.5 < ended.seconds < TIMEOUT + 6, ended.output
+    assert TIMEOUT - 0.5 < ended.seconds < TIMEOUT + SOON, ended.output
     return ended.output
 
 
@@ -288,7 +288,7 @@ time.sleep(30)
     )
     assert not ended.finished.timed_out and not ended.finished.left_behind and ended.finished.returncode, ended.output
     assert f"WaitTimeout: it has waited 2 s (FOMPI_TIMEOUT) in {name} of the MPI library" in ended.output
-    assert ended.seconds < 10
+    assert ended.seconds < 2 + SOON
 
 
 @pytest.mark.parametrize("how", ["", ".Wait()", "test", "finalize", "Ibarrier", "Barrier"])
@@ -319,10 +319,9 @@ except fompi.PeerError as error:
     emit("CAUGHT", error)
 os._exit(1)
 """,
-        timeout=30,
     )
     word = how if how in ("Ibarrier", "Barrier") else "Iallreduce" if how else "Allreduce"
-    assert not ended.finished.timed_out and ended.finished.seconds < 25, ended.output
+    assert not ended.finished.timed_out, ended.output
     assert f"for rank 1 to start {word} of the MPI library, but rank 1 has ended" in ended.output
 
 

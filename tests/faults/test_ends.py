@@ -180,11 +180,10 @@ try:
         fompi.all_reduce(np.ones(5), comm=own)
         if rank == 1:
             raise RuntimeError("the original error")
-        begun = time.monotonic()
         try:
             fompi.all_reduce(np.ones(5), comm=own)
         except fompi.PeerError as error:
-            print(f"rank {rank}: {error} after {'less' if time.monotonic() - begun < 5 else 'more'}", flush=True)
+            print(f"rank {rank}: {error}", flush=True)
 except RuntimeError:
     try:
         fompi.all_reduce(np.ones(5), comm=own)
@@ -194,11 +193,10 @@ time.sleep(1)
 """
     ended = launch(3, code, world=world)
     ended.assert_clean()
-    assert ended.finished.seconds < 15, "FOMPI_TIMEOUT is 20 s"
     assert (
         ended.output.count("rank 1 left Communicator('own', rank 1 of 3) by an error: RuntimeError: the original") == 2
     )
-    assert ended.output.count("after less") == 2 and "rank 1: the communicator 'own' is closed" in ended.output
+    assert "rank 1: the communicator 'own' is closed" in ended.output
 
 
 @pytest.mark.one_mpi
@@ -430,14 +428,12 @@ def test_normal_ends(launch, what):
     """The job prints nothing, has status 0, leaves no process, and ends soon."""
     ended = launch(3, STEPS + NORMAL[what])
     ended.assert_clean()
-    assert ended.finished.seconds < 15
 
 
 def test_a_call_that_only_one_rank_starts(launch):
     """The other ranks never start that call. The job still ends."""
     ended = launch(2, "if rank == 0:\n    pending = fompi.all_reduce.start(np.ones(3), comm=world)")
     ended.assert_clean()
-    assert ended.finished.seconds < 15
 
 
 @pytest.mark.one_mpi
@@ -572,7 +568,7 @@ world.barrier()
 """,
     )
     assert not ended.finished.timed_out and not ended.finished.left_behind and ended.finished.returncode, ended.output
-    assert "ValueError: first" in ended.output and ended.seconds < 10
+    assert "ValueError: first" in ended.output
 
 
 @pytest.mark.one_mpi
@@ -599,29 +595,30 @@ print("done")
 
 
 @pytest.mark.one_mpi
-def test_an_interrupt_ends_the_functions_of_interleave_on_all_ranks(mpirun):
-    """It comes while function 0 waits until it may run, and function 1 waits for the other rank."""
+def test_an_interrupt_ends_the_functions_of_interleave_on_all_ranks(mpirun, tmp_path):
+    """It comes while function 0 waits until it may run, and function 1 waits for the other rank, which comes later."""
     code = """
 import os, signal, threading, time
+from pathlib import Path
 import numpy as np, fompi
 from fompi.parallel.interleave import give_way
 comm = fompi.Communicator()
 if comm.rank == 0:
     threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 def second():
-    if comm.rank == 1:
-        time.sleep(3)
+    while comm.rank == 1 and not Path("interrupted").exists():
+        time.sleep(0.01)
     fompi.all_reduce(np.ones(3), comm=comm)
-begun = time.perf_counter()
 try:
     fompi.interleave(give_way, second)
     comm.barrier()
 except KeyboardInterrupt:
-    assert comm.rank == 0 and time.perf_counter() - begun < 2.8
+    assert comm.rank == 0
+    Path("interrupted").touch()
 except fompi.PeerError as error:
     assert comm.rank == 1 and "KeyboardInterrupt" in str(error), error
 assert fompi.all_reduce(np.ones(3), comm=comm)[0] == 2
 print("done")
 """
-    finished = mpirun(2, "-c", code, seconds=40)
+    finished = mpirun(2, "-c", code, seconds=40, cwd=tmp_path)
     assert finished.returncode == 0 and finished.stdout.count("done") == 2, finished.stderr

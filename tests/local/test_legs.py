@@ -1,10 +1,11 @@
-"""tools/test.py: rows of legs beside each other, how they end, and the times that are kept."""
+"""tools/test.py: legs beside each other, how they end, and the times that are kept."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 from argparse import ArgumentParser, Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import job
@@ -32,55 +33,65 @@ def shell(tool, name, code, seconds=20, environment="mpich"):
     return tool.Leg(name, environment, seconds, ("sh", "-c", code), is_pytest=False)
 
 
-def run(tool, *rows):
+def run(tool, *legs, most=2):
     results = []
-    tool.run_rows(rows, tool.Selection(), results.append)
+    tool.run_legs([*legs], most, tool.Selection(), {}, results.append)
     return {result.leg.name: result for result in results}
 
 
-def test_rows_run_beside_each_other_and_a_row_in_order(tool, tmp_path):
-    """The first legs of both rows wait for each other. The third finds what the first has left at its end."""
+def test_two_legs_run_beside_each_other_and_the_third_when_one_has_ended(tool, tmp_path):
+    """The first two wait for each other. The third finds what the first one has left at its end."""
     meet = f"cd {tmp_path}; touch ONE; while [ ! -e OTHER ]; do sleep 0.02; done"
-    rows = [
-        [shell(tool, "a", f"{meet.replace('ONE', 'a1').replace('OTHER', 'b1')}; sleep 0.1; touch a2"),
-         shell(tool, "c", f"test -e {tmp_path}/a2; echo seen")],
-        [shell(tool, "b", meet.replace("ONE", "b1").replace("OTHER", "a1"))],
-    ]  # fmt: skip
-    results = run(tool, *rows)
+    results = run(
+        tool,
+        shell(tool, "a", f"{meet.replace('ONE', 'a1').replace('OTHER', 'b1')}; sleep 0.1; touch a2"),
+        shell(tool, "b", f"{meet.replace('ONE', 'b1').replace('OTHER', 'a1')}; while [ ! -e c ]; do sleep 0.02; done"),
+        shell(tool, "c", f"cd {tmp_path}; test -e a2; echo seen; touch c"),
+    )
     assert [results[name].problem for name in "abc"] == [""] * 3 and results["c"].output == "seen\n"
+
+
+def test_the_longest_leg_is_next_and_one_that_waits_beside_one_that_computes(tool):
+    """As long as it took before, else as its time-out."""
+    legs = [replace(shell(tool, name, "", 30), waits=name in "xy") for name in "abxy"]
+    a, b, x, y = legs
+    before = {"a": {"seconds": 10}, "x": {"seconds": 20}, "y": {"seconds": 40}}
+    assert tool.next_leg(legs, [], before) is y and tool.next_leg([a, b, x], [y], before) is b
+    assert tool.next_leg([a, x], [b], before) is x and tool.next_leg([a], [b], before) is a
 
 
 def test_a_leg_that_fails_hangs_or_leaves_something_is_one_failure_and_the_others_go_on(tool, tmp_path, monkeypatch):
     monkeypatch.setattr(tool, "BESIDE_FACTOR", 1)
     monkeypatch.setattr(job, "GRACE_SECONDS", 0.3)
-    rows = [
-        [shell(tool, "fails", "exit 3"), shell(tool, "hangs", "echo here; sleep 60", seconds=0.3),
-         shell(tool, "no environment", "", environment="openmpi"), shell(tool, "last", "true")],
-        [shell(tool, "leaves", "sleep 61 >/dev/null & true"), shell(tool, "other", "true")],
-    ]  # fmt: skip
-    results = run(tool, *rows)
+    results = run(
+        tool,
+        shell(tool, "fails", "exit 3"),
+        shell(tool, "hangs", "echo here; sleep 60", seconds=3),
+        shell(tool, "no environment", "", environment="openmpi"),
+        shell(tool, "leaves", "sleep 61 >/dev/null & true"),
+        shell(tool, "last", "true"),
+    )
     problems = {name: result.problem for name, result in results.items()}
     assert problems == {
         "fails": "exit status 3",
-        "hangs": "ended after its time-out of 0 s",
+        "hangs": "ended after its time-out of 3 s",
         "no environment": f"there is no {tmp_path / 'nowhere'}",
-        "last": "",
         "leaves": "left processes behind: sleep 61",
-        "other": "",
+        "last": "",
     }
     assert results["hangs"].output == "here\n"
     assert all(result.counts["failed"] == bool(result.problem) for result in results.values())
 
 
-def test_an_interrupt_ends_the_legs_of_all_rows(tool, tmp_path):
-    rows = [[shell(tool, name, f"echo $$ >{tmp_path}/{name}.pid; exec sleep 62")] for name in "ab"]
-    rows.append([shell(tool, "ends", f"while [ ! -s {tmp_path}/a.pid -o ! -s {tmp_path}/b.pid ]; do sleep 0.02; done")])
+def test_an_interrupt_ends_all_legs(tool, tmp_path):
+    legs = [shell(tool, name, f"echo $$ >{tmp_path}/{name}.pid; exec sleep 62") for name in "ab"]
+    legs.append(shell(tool, "ends", f"while [ ! -s {tmp_path}/a.pid -o ! -s {tmp_path}/b.pid ]; do sleep 0.02; done"))
 
     def interrupt(result):
         sys.exit("terminated")
 
     with pytest.raises(SystemExit):
-        tool.run_rows(rows, tool.Selection(), interrupt)
+        tool.run_legs(legs, 3, tool.Selection(), {}, interrupt)
     assert not any(Path(f"/proc/{(tmp_path / f'{name}.pid').read_text().strip()}").exists() for name in "ab")
 
 
@@ -96,8 +107,8 @@ def test_an_environment_that_cannot_be_made_is_a_failure(tool, monkeypatch):
 
 def test_the_last_line_counts_all_legs_and_the_times_are_kept(tool, tmp_path, capsys):
     tool.TIMES.write_text('{"a": {"seconds": 7.25, "cpu_seconds": 1}, "gone": {"seconds": 1, "cpu_seconds": 1}}')
-    rows = [shell(tool, "a", "python -c 'sum(range(10**6))'"), shell(tool, "b", "false")]
-    before, results = tool.kept(), [*run(tool, rows).values()]
+    legs = [shell(tool, "a", "python -c 'sum(range(10**6))'"), shell(tool, "b", "false")]
+    before, results = tool.kept(), [*run(tool, *legs, most=1).values()]
     tool.summarize(results, 3.0, before)
     *_, a, b, _, last = capsys.readouterr().out.splitlines()
     assert last == "1 passed, 1 failed" and a.split()[4:6] == ["7.2", "s"] and b.split()[:2] == ["b", "FAILED"]
@@ -144,5 +155,6 @@ def test_every_file_of_tests_is_in_a_leg(tool):
     elsewhere = {"mpi", "gpu", "release", "wheels"}
     assert rooms - elsewhere == {w.removeprefix("tests/") for w in words if w[5:6] == "/" and w.count("/") == 1}
     assert {f"tests/mpi/{path.name}" for path in (tool.ROOT / "tests/mpi").glob("test_*.py")} <= words
-    alone = [leg.name for leg in legs if leg.row == tool.ALONE]
-    assert alone == ["links-mpich", "links-openmpi"] and {leg.row for leg in legs} == {*sum(tool.STAGES, ())}
+    alone = [leg.name for leg in legs if leg.stage == tool.ALONE]
+    assert alone == ["links-mpich", "links-openmpi"] and tool.STAGES[tool.ALONE] == 1
+    assert {leg.stage for leg in legs} == tool.STAGES.keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -93,7 +94,7 @@ def helpers():
     return lambda: sum(thread.name == "fompi progress" for thread in set(threading.enumerate()) - before)
 
 
-def soon(condition, seconds=5.0):
+def soon(condition, seconds=20.0):
     """Wait for `condition()`. False if it does not hold within `seconds`."""
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
@@ -225,13 +226,15 @@ def test_the_helper_rests_while_another_thread_polls(engine):
     messages = Arrivals(engine, ["never"])
     engine.helper.use(Pause(0.02, 0.02))
     engine.wake_helper()
-    own_polls, end = 0, time.monotonic() + 0.3
-    before = engine.polls
-    while time.monotonic() < end:
-        engine.progress()
-        own_polls += 1
-        time.sleep(1e-3)
-    assert engine.polls - before - own_polls <= 0.2 * own_polls and not messages.finished
+
+    def rests():
+        before, own_polls = engine.polls, 100
+        for _ in range(own_polls):
+            engine.progress()
+            time.sleep(1e-3)
+        return engine.polls - before - own_polls <= 0.2 * own_polls
+
+    assert soon(rests) and not messages.finished  # a busy machine may hold the program up
 
 
 def test_the_helper_polls_less_often_if_messages_are_far_apart(engine, arrived):
@@ -245,21 +248,30 @@ def test_the_helper_polls_less_often_if_messages_are_far_apart(engine, arrived):
     others = Arrivals(engine, ["never"])  # keeps the engine busy; only the time between arrivals counts
     message("late", 0.05)
     assert soon(lambda: engine.helper.seconds == engine.helper.pause.most)
-    for name in range(5):
-        message(name, 0.0)
-    assert soon(lambda: engine.helper.seconds < engine.helper.pause.most)
+    names = itertools.count()
+
+    def polls_more_often():  # on a busy machine, messages without a gap may be far apart, too
+        message(next(names), 0.0)
+        return engine.helper.seconds < engine.helper.pause.most
+
+    assert soon(polls_more_often)
     assert not others.finished
+
+
+TRIES = 8
+"""A busy machine may hold a thread up as long as a kernel of these tests takes. It does not do so every time."""
 
 
 def test_the_helper_polls_in_the_middle_of_kernels_of_a_call_that_forwards(engine, arrived):
     """Such a call sends what it receives, so other ranks wait for it. Other calls are polled after the kernel."""
     engine.helper.use(Pause(1e-3, 0.045))
-    for forwards in (False, True):
-        engine.helper.seconds = 0.045
-        finished, task, message = [], Kernels(engine), Arrivals(engine, [forwards])
 
-        def kernel(name=forwards, message=message, finished=finished):
-            arrived.add(name)
+    def polls(forwards, turn):
+        engine.helper.seconds = 0.045
+        finished, task, message = [], Kernels(engine), Arrivals(engine, [(forwards, turn)])
+
+        def kernel():
+            arrived.add((forwards, turn))
             time.sleep(0.03)
             finished.append(message.finished)
 
@@ -269,27 +281,35 @@ def test_the_helper_polls_in_the_middle_of_kernels_of_a_call_that_forwards(engin
             engine.kernels_ready(task)
         while not task.finished:
             engine.progress()
-        assert finished == [forwards]
         engine.progress()
         time.sleep(0.1)
+        return finished == [True]
+
+    for forwards in (False, True):
+        assert any(polls(forwards, turn) == forwards for turn in range(TRIES)), forwards
 
 
 def test_the_pause_begins_with_the_kernel(engine, arrived):
     """There is a poll just before each kernel. In a kernel slightly longer than the pause there is one more poll."""
     engine.helper.use(Pause(0.02, 0.02))
-    finished, task, message = [], Kernels(engine), Arrivals(engine, ["a"])
 
-    def kernel():
-        arrived.add("a")
-        time.sleep(0.027)
-        finished.append(message.finished)
+    def polls(turn):
+        finished, task, message = [], Kernels(engine), Arrivals(engine, [turn])
 
-    task.products, task.unfinished, task.is_long = [lambda: time.sleep(0.01), kernel], 2, True
-    with engine.lock:
-        engine.kernels_ready(task)
-    while not task.finished:
+        def kernel():
+            arrived.add(turn)
+            time.sleep(0.027)
+            finished.append(message.finished)
+
+        task.products, task.unfinished, task.is_long = [lambda: time.sleep(0.01), kernel], 2, True
+        with engine.lock:
+            engine.kernels_ready(task)
+        while not task.finished:
+            engine.progress()
         engine.progress()
-    assert finished == [True]
+        return finished == [True]
+
+    assert any(map(polls, range(TRIES)))
 
 
 def test_the_helper_rests_while_the_program_runs_kernels_and_no_message_is_in_flight(engine, monkeypatch):
@@ -298,7 +318,7 @@ def test_the_helper_rests_while_the_program_runs_kernels_and_no_message_is_in_fl
 
     def long():
         before = engine.polls
-        time.sleep(0.05)
+        time.sleep(0.2)
         polls.append(engine.polls - before)
 
     def sends():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -66,11 +65,10 @@ def test_lonely_processes_are_refused(launcher):
 def test_a_launcher_with_which_mpi_would_not_start(launcher):
     """One sentence, on the last line, before MPI starts."""
     variables, words = FOREIGN[launcher]
-    begun = time.monotonic()
     done = run(SUM, variables)
     last = done.stderr.rstrip().splitlines()[-1]
     assert done.returncode and last.startswith(f"fompi.base.errors.LaunchError: {words}"), done.stderr
-    assert "bin/mpirun" in last and time.monotonic() - begun < 5
+    assert "bin/mpirun" in last
     assert ("mpirun -n 4 python" in last and "srun -n 4 --mpi=pmi2" in last) == ("torchrun" in launcher)
 
 

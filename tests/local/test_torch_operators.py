@@ -67,8 +67,11 @@ def test_second_derivatives_and_complex_numbers(comm):
     assert torch.autograd.gradcheck(lambda *t: fompi.torch.replicated_matmul(*t[:2], bias=t[2], comm=comm), (x, w, b))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("eager", torch.float64), ("aot_eager", torch.float32), ("aot_eager", torch.bfloat16), ("eager", torch.float16)],
+    ids=str,
+)
 def test_a_block_is_one_graph(comm, backend, dtype):
     """Forward and backward equal those without the compiler, bit by bit, and no call breaks the graph."""
     random = torch.Generator().manual_seed(1)

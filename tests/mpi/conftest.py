@@ -133,6 +133,8 @@ def few_rounds(monkeypatch):
         monkeypatch.setattr(module, "ROUNDS", 2)
         monkeypatch.setattr(module, "SIZES", [1 << 10, 1 << 14, 1 << 18])
     monkeypatch.setattr(calibrate, "PRODUCTS", calibrate.PRODUCTS[-4:])
+    monkeypatch.setattr(calibrate, "FEW_PRODUCTS", calibrate.PRODUCTS[-2:])
+    monkeypatch.setattr(calibrate, "LIBRARY_SIZES", calibrate.LIBRARY_SIZES[:3])
     monkeypatch.setattr(calibrate.NoiseMonitor, "of", lambda comm, patience=0.0: None)
 
 

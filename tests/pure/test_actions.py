@@ -11,7 +11,7 @@ from fompi.base.errors import PlanError
 from fompi.model.pipeline import placement_of, predicted, rank_of, stages_of
 from fompi.parallel.actions import SCHEDULES, Action, Both, actions, alive, check, parts, placement_in, times
 
-SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in (1, 2, 3, 5, 8, 12, 16, 24, 40)]
+SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in (1, 2, 3, 5, 8, 12, 16, 24)] + [(3, 40), (4, 40)]
 CHUNKS = (2, 3, 4)
 SECONDS = [{}, {"F": 1.0, "B": 1.5, "I": 0.9, "W": 0.6}, {"F": 2.0, "B": 3.0, "I": 2.0, "W": 1.0}]
 

@@ -43,12 +43,14 @@ def takes_wire(problem):
     [(1, "float32"), (2, "bfloat16"), (3, "float32"), (3, "bfloat16"), (4, "float32"), (6, "bfloat16")],
 )
 def test_every_plan_is_right(size, dtype):
+    """On 4 and 6 ranks each problem has half of the schedules."""
     random = Random(size)
-    for name, problem in catalogue.problems(size, dtype).items():
+    for number, (name, problem) in enumerate(catalogue.problems(size, dtype).items()):
         if not takes_wire(problem):
             continue
         problem = on_wire(problem, "int8")
-        for schedule in registry.available(problem):
+        schedules = registry.available(problem)
+        for schedule in schedules if size < 4 else schedules[(number + size // 2) % 2 :: 2]:
             plan = registry.write(problem, schedule, random.choice((1, 2, 3)))
             verify(plan)
             sent = {op.chunk.buffer for p in plan.programs for op in p.ops if isinstance(op, Send)}
@@ -115,14 +117,17 @@ def test_a_mean_that_fits_where_a_sum_does_not(size):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_results_are_within_the_bound(size):
-    """Random interleavings, uneven and empty shards; what all ranks get has the same bits."""
+    """Random interleavings, uneven and empty shards; what all ranks get has the same bits.
+
+    The schedules take turns: each wire has half of them.
+    """
     rng = np.random.default_rng(size)
     problems = [Problem("all_reduce", size, "float32", (), op=op) for op in ("sum", "mean")]
     problems += [Problem("all_gather", size, "float32", (70,)), Problem("reduce_scatter", size, "float32", (7,))]
     problems += [Problem("broadcast", size, "float32", ()), Problem("all_to_all", size, "float32", (3,))]
-    for problem, wire in product(problems, WIRES):
+    for number, (problem, wire) in enumerate(product(problems, WIRES)):
         problem = on_wire(problem, wire)
-        for schedule in registry.available(problem):
+        for schedule in registry.available(problem)[(number + size) % 2 :: 2]:
             plan = registry.write(problem, schedule, int(rng.integers(1, 4)))
             sizes = catalogue.sizes(problem, str(rng.choice(catalogue.ROWS)), int(rng.integers(100)))
             inputs = catalogue.inputs(problem, sizes, 0, normal)

