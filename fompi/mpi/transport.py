@@ -126,13 +126,14 @@ def start_by_store(store: Callable[[], pmi.KeyValueStore], rank: int, size: int,
     """
     MPI, launch = load_mpi(), launcher.detect()
     loaded = _library(MPI)
-    if not MPI.Is_initialized() and size > 1 and (MPI is UCX or _starts_by_ucx(loaded, size)):
+    is_rank = 0 <= rank < size
+    if not MPI.Is_initialized() and is_rank and size > 1 and (MPI is UCX or _starts_by_ucx(loaded, size)):
         WORLD.start(rank, size, share_by(store(), rank, size, seconds))
         return
     if MPI.Is_initialized() or not launcher.must_meet(launch, size, os.environ, loaded.name):
         return
     refusal = launcher.store_refusal(size, loaded.name, loaded.mpirun)
-    if not 0 <= rank < size:
+    if not is_rank:
         refusal = f"there is no rank {rank} of {size}: " + (f"ranks are 0 to {size - 1}" if size > 0 else "give a size")
     if refusal:
         from fompi.mpi import pmi
