@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BAD = {
     "FOMPI_TIMEOUT": ("abc", "-1", "0", "nan"),
     "FOMPI_PROGRESS": ("x", "AUTO", "helper "),
+    "FOMPI_CARRIER": ("gloo", "UCX"),
     "FOMPI_ENGINE": ("C", "Native"),
     "FOMPI_DIGEST": (__file__,),
     "FOMPI_REPORT": ("maybe", "2", "yes", "/nowhere/report.json", "report.txt"),
@@ -35,6 +36,7 @@ BAD = {
 GOOD = {
     "FOMPI_TIMEOUT": ("10", "0.5", "inf"),
     "FOMPI_PROGRESS": ("auto", "helper", "library", "poll"),
+    "FOMPI_CARRIER": ("auto", "mpi", "ucx"),
     "FOMPI_ENGINE": ("auto", "native", "python"),
     "FOMPI_DIGEST": ("digests", "/tmp"),
     "FOMPI_REPORT": ("0", "1", "short", "full", "report.json"),
