@@ -183,9 +183,10 @@ def look(request: HostsRequest, closing: ExitStack, say: Say) -> LookedAt:
 
 def files_of(request: HostsRequest) -> list[str]:
     """The words of the program that are files below its folder: they must be the same on all hosts."""
-    paths = [Path(request.folder, word).resolve() for word in request.program if not word.startswith("-")]
+    names = [os.path.join(request.folder, word) for word in request.program if not word.startswith("-")]
+    paths = [Path(name).resolve() for name in names if os.path.isfile(name)]  # also of a word too long for a path
     root = Path(request.folder).resolve()
-    return [str(path.relative_to(root)) for path in paths if path.is_file() and path.is_relative_to(root)]
+    return [str(path.relative_to(root)) for path in paths if path.is_relative_to(root)]
 
 
 def clock_of(remote: Remote) -> float:
@@ -211,7 +212,18 @@ def sync(request: HostsRequest, host: str) -> None:
     way = shlex.join([*request.ssh, "-o", "BatchMode=yes"])
     there = f"{host}:{folder}/"
     made = f"mkdir -p {shlex.quote(str(folder))} && rsync"
-    command = ["rsync", "--archive", "--compress", "--rsync-path", made, "-e", way, f"{folder}/", there]
+    command = [
+        "rsync",
+        "--archive",
+        "--compress",
+        "--protect-args",
+        "--rsync-path",
+        made,
+        "-e",
+        way,
+        f"{folder}/",
+        there,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[0]
@@ -280,7 +292,8 @@ def prepare(found: LookedAt, machine: str) -> tuple[start.JobOnHosts, dict[str, 
     """Write the files of the job on all hosts. Returns the job, and the variables that it needs."""
     request, best = found.request, found.best
     mpi = start.mpi_of(found.here["mpi"])
-    folder = (environment.cache_folder() or Path("/tmp", f"fompi-{os.getuid()}")) / "up"
+    cache = environment.cache_folder()
+    folder = Path("/tmp", f"fompi-up-{os.getuid()}") if cache is None else cache.absolute() / "up"
     hostfile, ssh = folder / "hosts", folder / "ssh"
     agent.write(str(hostfile), start.hostfile_of(request.hosts, mpi))
     wrapped = list(request.ssh) != ["ssh"]

@@ -25,6 +25,7 @@ ASK_MPI = (
     "print(*MPI.Get_library_version().splitlines()[0].split(',')[0].split())"
 )
 MPI_SECONDS = 10
+DIGEST_NBYTES = 1 << 24
 CONNECT_SECONDS = 2
 PINGS = 30
 FIRST_NBYTES, MOST_NBYTES, GROWTH = 1 << 16, 1 << 30, 4
@@ -102,9 +103,10 @@ def unwritable(folder, nbytes=1 << 22):
 
 
 def digest(path):
+    """Of a program, or of the beginning and the size of data, which may be large."""
     try:
         with open(path, "rb") as file:
-            return hashlib.sha256(file.read()).hexdigest()
+            return f"{hashlib.sha256(file.read(DIGEST_NBYTES)).hexdigest()} {os.path.getsize(path)}"
     except OSError:
         return ""
 
@@ -182,8 +184,11 @@ def kernels(ranks=1, threads="", size=512):
 
 
 def write(path, text, mode=0o644):
-    """Write a file, for this user."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
+    """Write a file, for this user. The folder must not be another user's, who could put a program there."""
+    folder = os.path.dirname(path)
+    os.makedirs(folder, 0o700, exist_ok=True)
+    if os.lstat(folder).st_uid != os.getuid():
+        raise OSError(f"{folder} belongs to another user: set FOMPI_CACHE to a folder of your own")
     with open(path, "w") as file:
         file.write(text)
     os.chmod(path, mode)
@@ -303,6 +308,7 @@ REQUESTS: dict = {
 def serve(requests, answers):
     """Answer requests, each in a thread of its own, until there are no more."""
     lock = threading.Lock()
+    answers.write("\n")  # what the host prints at a login may have no end of a line
 
     def answer(number, what, arguments):
         try:

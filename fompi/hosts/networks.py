@@ -94,14 +94,15 @@ def shared(
 ) -> tuple[SharedNetwork, ...]:
     """The networks that all hosts are in, or one that is routed. `reached`: the address to which ssh goes, by host.
 
-    A bridge of containers has the same address on every host: it joins none of them.
+    A bridge of containers has the same address on every host: it joins none of them. Of two interfaces of a host in one
+    network, as of a notebook with a cable and Wi-Fi, the cable counts.
     """
     if len(interfaces) < 2:
         return ()
     addresses = [each.address for ours in interfaces.values() for each in ours if each.address]
     ends: dict[str, dict[str, NetworkInterface]] = {}
     for host, ours in interfaces.items():
-        for each in ours:
+        for each in sorted(ours, key=lambda each: (not each.is_up, each.is_wireless, -each.megabits)):
             if each.address and addresses.count(each.address) == 1 and each.bits < 32:
                 ends.setdefault(each.subnet, {}).setdefault(host, each)
     found = [SharedNetwork(subnet, of) for subnet, of in sorted(ends.items()) if len(of) == len(interfaces)]

@@ -29,11 +29,12 @@ from fompi.base.errors import LaunchError
 CONNECT_SECONDS, ANSWER_SECONDS, END_SECONDS = 6, 12.0, 1.0
 """The time for a connection of ssh, for an answer of the agent, and for its end."""
 
-QUIETLY = ("-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "-o", "ServerAliveInterval=3")
-"""Options of ssh: no terminal, and no question, which nobody would answer."""
+QUIETLY = ("-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "-o", "ServerAliveInterval=3",
+           "-o", "LogLevel=ERROR")  # fmt: skip
+"""Options of ssh: no terminal, no question, which nobody would answer, and no banner, which is no error."""
 
-BEGIN = "import sys; exec(eval(sys.stdin.readline()))"
-"""The agent's source is the first line of its input."""
+BEGIN = "import sys; sys.path[:] = filter(None, sys.path); exec(eval(sys.stdin.readline()))"
+"""The agent's source is the first line of its input. It imports nothing from the folder in which it starts."""
 
 
 class HostError(LaunchError):
@@ -56,7 +57,7 @@ class Remote:
         own = {name: value for name, value in os.environ.items() if name != "SSH_CONNECTION"}  # of who sits here
         self.process = subprocess.Popen(
             command,
-            env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
             start_new_session=True,  # Ctrl-C ends this process, which closes their input
         )  # fmt: skip
         self._said: list[str] = []
@@ -96,7 +97,7 @@ class Remote:
     def _listen(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            with suppress(ValueError, KeyError):  # what a host prints at a login is no answer
+            with suppress(ValueError, KeyError, TypeError):  # what a host prints at a login is no answer
                 reply = json.loads(line)
                 answer = self._answers[reply["number"]]
                 if "error" in reply:
@@ -146,7 +147,8 @@ WAYS = (
     (r"connection refused", "it has no ssh server", "on {0} type `sudo apt install openssh-server`"),
     (r"no route to host|network is unreachable", "no way to it", "is it in this network? type `ip route get {0}`"),
     (r"host key verification failed", "its key is unknown here, or has changed", "type `ssh {0} true` and compare it"),
-    (r"permission denied", "it takes no key of yours", "type `ssh-copy-id {0}`"),
+    (r"permission denied", "it takes no key of yours",
+     "type `ssh-copy-id {0}`, or `ssh-add` if your key has a passphrase"),
     (r"too many authentication failures", "it takes no key of yours", "write IdentityFile for {0} into ~/.ssh/config"),
     (r"fompi-no-python", "it has no python3", "on {0} type `sudo apt install python3-venv`"),
 )  # fmt: skip

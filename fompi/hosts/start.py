@@ -133,7 +133,7 @@ def of_host(network: SharedNetwork, given: Mapping[str, str], names: Mapping[str
         f"{shlex.quote(names[host])}) {' '.join(f'export {name}={end.name};' for name in named)};"
         for host, end in network.ends.items()
     )
-    return ["sh", "-c", f'case "$(hostname)" in {cases} esac; exec "$@"', "sh"]
+    return ["sh", "-c", f'case "$(uname -n)" in {cases} esac; exec "$@"', "sh"]
 
 
 @dataclass(frozen=True)

@@ -80,17 +80,18 @@ def meet(store: KeyValueStore, rank: int, size: int, node: str, library: str, se
     different MPI libraries, mean different numbers of ranks, or two of them are the same rank.
     """
     meeting = _Meeting(store, rank, size, [uuid.uuid4().hex, node, library, str(size)])
+    carrier = "UCX" if library.startswith("UCX ") else "MPI"
     try:
         if not _waited(meeting.gather if rank == 0 else meeting.join, seconds):
             raise WaitTimeout(
-                f"rank {rank} of {size} waited {launcher.in_seconds(seconds)} for {meeting.missing()} to start MPI: "
-                + (meeting.objection or "every process of the job must use fompi")
+                f"rank {rank} of {size} waited {launcher.in_seconds(seconds)} for {meeting.missing()} to start "
+                f"{carrier}: " + (meeting.objection or "every process of the job must use fompi")
             )
     except FompiError:
         raise
     except Exception as error:
         why = meeting.objection or f"the store is gone, perhaps with the process that serves it: {error}"
-        raise LaunchError(f"rank {rank} of {size} cannot start MPI: {why}") from error
+        raise LaunchError(f"rank {rank} of {size} cannot start {carrier}: {why}") from error
     name, everyone = meeting.name, meeting.everyone
     libraries = [words[2] for words in everyone]
     if len({*libraries}) > 1:

@@ -374,18 +374,19 @@ def load_mpi() -> Any:
 def _is_by_ucx() -> bool:
     """FOMPI_CARRIER says so; or it says nothing, and mpi4py is not installed, or torchrun cannot start this MPI."""
     carrier = environment.value("FOMPI_CARRIER")
-    if carrier != "auto" or launcher.starts_mpi(os.environ) or not ucx.is_here():
+    if carrier != "auto" or launcher.starts_mpi(os.environ):
         return carrier == "ucx"
     launch = launcher.detect()
     try:
         MPI = _load_mpi4py()
     except LaunchError as error:
-        return isinstance(error.__cause__, ModuleNotFoundError)
+        return isinstance(error.__cause__, ModuleNotFoundError) and ucx.is_here()
     alone = environment.value("FOMPI_SINGLETONS") == "1"
     return (
         launch.launcher == "torchrun"
         and not (alone or MPI.Is_initialized() or launcher.is_child(os.environ))
         and bool(launcher.store_refusal(launch.size or 1, MPI.get_vendor()[0]))
+        and ucx.is_here()  # asked last: it loads a library, which MPI may have a version of
     )
 
 
@@ -394,11 +395,16 @@ def _start_ucx() -> None:
     launch, seconds = launcher.detect(), launcher.timeout()
     rank, size = launch.rank or 0, launch.size or 1
     if launch.launcher == "torchrun" and size > 1:
-        WORLD.start(rank, size, share_by(DOORS.store_of_torchrun(seconds), rank, size, seconds))
+        store = DOORS.store_of_torchrun(seconds)
+        _ABANDONED.append(store)  # this rank may serve it: the others read it a little later
+        WORLD.start(rank, size, share_by(store, rank, size, seconds))
     elif launcher.starts_mpi(os.environ):
         MPI = _load_mpi4py()
         if not MPI.Is_initialized():
-            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+            _refuse_foreign_launcher(MPI)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "suspicious MPI execution", RuntimeWarning)  # a LaunchError says more
+                MPI.Init_thread(MPI.THREAD_MULTIPLE)
         comm = MPI.COMM_WORLD
         WORLD.start(comm.Get_rank(), comm.Get_size(), comm.allgather)
     else:

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from fompi.base.at_exit import at_exit
-from fompi.base.errors import LaunchError, WaitTimeout
+from fompi.base.at_exit import at_exit, failure
+from fompi.base.errors import LaunchError
+from fompi.mpi.launcher import timeout
 
 if TYPE_CHECKING:
-    from fompi.mpi.pmi import KeyValueStore
+    from fompi.mpi import pmi
 
 Array = np.ndarray[Any, Any]
 
@@ -36,11 +37,11 @@ FUNCTIONS = (
 )
 """The functions of UCX, in the order of `Functions` in ucx.c."""
 
-TAG_BITS, GROUP_BITS = 28, 22
+TAG_BITS, GROUP_BITS, MOST_RANKS = 28, 22, 1 << 14
 """The bits of a tag of the program, one of which is for the agreements here, and of the number of a group."""
 
 SMALL_TAG = 1 << TAG_BITS - 1
-"""The tags from here on are those of agreements."""
+"""The tags from here on are those of agreements. The first of them says that a rank ends."""
 
 PAUSE_SECONDS = 1e-4
 
@@ -91,7 +92,7 @@ def library() -> tuple[Any, str]:
         except OSError as error:
             reasons.append(str(error))
     why = f" ({reasons[0]})" if reasons else ""
-    raise LaunchError(f"there is no UCX{why}: pip install 'fompi[ucx]', or an MPI wheel, which brings it")
+    raise LaunchError(f"there is no UCX{why}: pip install libucx-cu12, or an MPI wheel, which brings it")
 
 
 def version() -> str:
@@ -165,7 +166,7 @@ class UcxCollective:
         self, comm: Intracomm, sends: Sequence[Any], receives: Sequence[Any], then: Callable[[], Any] = lambda: None
     ):
         comm.agreements += 1
-        tag = SMALL_TAG + comm.agreements % SMALL_TAG
+        tag = SMALL_TAG + 1 + comm.agreements % (SMALL_TAG - 1)
         self._then, self._value, self._is_done = then, None, False
         _bytes_of(receives[comm.rank])[:] = _bytes_of(sends[comm.rank])
         others = [rank for rank in range(comm.size) if rank != comm.rank]
@@ -263,14 +264,20 @@ class Intracomm:
         return super().__new__(cls) if comm is None else comm
 
     @classmethod
-    def of(cls, number: int, members: Sequence[int]) -> Intracomm:
-        """The communicator of these ranks of the world. `number`: their own, as on all of them."""
+    def of(cls, number: int, members: Sequence[int], is_meeting: bool = False) -> Intracomm:
+        """The communicator of these ranks of the world. `number`: their own, as on all of them.
+
+        The last quarter of the numbers is for those in which the members of a new one meet (`Create_group`).
+        """
+        if number >= 3 << GROUP_BITS - 2 and not is_meeting:
+            raise UcxError(f"{number} have been made")
         made = cls()
         made.number, made.members, made.attributes = number, tuple(members), {}
         made._lost = set()
         made.rank = made.members.index(WORLD.rank)
         made.handle = WORLD.worker.group(number, made.rank, tuple(WORLD.peers[rank] for rank in members))
-        WORLD.next_number = max(WORLD.next_number, number + 1)
+        if not is_meeting:
+            WORLD.next_number = max(WORLD.next_number, number + 1)
         return made
 
     attributes: dict[int, Any]
@@ -406,10 +413,10 @@ class Intracomm:
 
     def Create_group(self, group: UcxGroup, tag: int = 0) -> Intracomm:
         """Only its members call it. They meet in the group that has the number of the tag."""
-        before = WORLD.next_number
-        meeting = Intracomm.of((1 << GROUP_BITS) - 1 - tag % (1 << GROUP_BITS - 2), group.members)
-        WORLD.next_number = before
-        return meeting.Dup()
+        meeting = Intracomm.of((1 << GROUP_BITS) - 1 - tag % (1 << GROUP_BITS - 2), group.members, is_meeting=True)
+        made = meeting.Dup()
+        meeting.Free()
+        return made
 
     def Free(self) -> None:
         for key in [*self.attributes]:
@@ -479,7 +486,12 @@ def _at(address: int, nbytes: int) -> Any:
 
 
 def _number() -> bytes:
-    return np.array([WORLD.next_number], np.int64).tobytes()
+    """A number that no group of this process has: the largest one of its members is that of a new group.
+
+    Groups that are made at the same time propose numbers of their own.
+    """
+    WORLD.next_number += 1
+    return np.array([WORLD.next_number - 1], np.int64).tobytes()
 
 
 def _largest(parts: Sequence[bytes]) -> int:
@@ -502,55 +514,61 @@ class World:
         """Connect the ranks. `share` gives the bytes of all ranks for those of this one. Collective."""
         from fompi.native._native import Worker
 
+        if size > MOST_RANKS:
+            raise LaunchError(f"UCX connects {MOST_RANKS} processes at most here, not {size}: FOMPI_CARRIER=mpi")
         loaded, _ = library()
         addresses = [ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value or 0 for name in FUNCTIONS]
         try:
-            self.worker = Worker(tuple(addresses))
+            worker = Worker(tuple(addresses))
         except ConnectionError as error:
             raise LaunchError(f"UCX does not start: {error}. UCX_LOG_LEVEL=debug says more") from None
         host = os.uname().nodename.encode()
-        records = share(len(host).to_bytes(2, "little") + host + self.worker.address())
-        self.rank, self.size = rank, size
+        try:
+            records = share(len(host).to_bytes(2, "little") + host + worker.address())
+        except BaseException:  # it has not started: the program may try again
+            worker.close()
+            raise
         lengths = [int.from_bytes(record[:2], "little") for record in records]
         self.hosts = [record[2 : 2 + n].decode() for record, n in zip(records, lengths, strict=True)]
-        self.peers = [self.worker.connect(record[2 + n :]) for record, n in zip(records, lengths, strict=True)]
+        self.peers = [worker.connect(record[2 + n :]) for record, n in zip(records, lengths, strict=True)]
+        self.worker, self.rank, self.size = worker, rank, size
         UCX.COMM_SELF, UCX.COMM_WORLD = Intracomm.of(0, [rank]), Intracomm.of(1, range(size))
         UCX.COMM_SELF.name, UCX.COMM_WORLD.name = "MPI_COMM_SELF", "MPI_COMM_WORLD"
         at_exit(self.finalize)
 
     def finalize(self) -> None:
-        """Wait for the others, as MPI_Finalize does, so that no message is lost. If one has ended already, do not."""
+        """Wait for the others, as MPI_Finalize does, so that no message is lost. Lost ones are not awaited."""
         if self.worker is None or self.is_over:
             return
         UCX.COMM_SELF.Free()
-        end = perf_counter() + FINALIZE_SECONDS
-        with suppress(UcxError, ConnectionError):
-            barrier = UCX.COMM_WORLD.Ibarrier()
-            while not barrier.Test() and not self.worker.losses and perf_counter() < end:
-                sleep(PAUSE_SECONDS)
         self.is_over = True
+        seconds = timeout()
+        end, others = perf_counter() + seconds, [rank for rank in range(self.size) if rank != self.rank]
+        words = {rank: bytearray(1) for rank in others}
+        with suppress(UcxError, ConnectionError):
+            there = [(rank, UCX.COMM_WORLD.Isend(b"!", rank, SMALL_TAG)) for rank in others]
+            back = [(rank, UCX.COMM_WORLD.Irecv(words[rank], rank, SMALL_TAG)) for rank in others]
+            awaited = [*there, *back]
+            while failure() is None and perf_counter() < end:
+                awaited = [(r, q) for r, q in awaited if not (q.Test() or self.worker.error(self.peers[r]))]
+                if not awaited:
+                    return
+                sleep(PAUSE_SECONDS)
+            if failure() is None:
+                print(f"fompi: rank {self.rank} ends: other ranks did not end within {seconds:g} s", file=sys.stderr)
 
-
-FINALIZE_SECONDS = 10.0
 
 WORLD = World()
 
 
-def share_by(store: KeyValueStore, rank: int, size: int, seconds: float) -> Callable[[bytes], list[bytes]]:
-    """`share` of World.start, by a store. Raises WaitTimeout if a rank does not come."""
+def share_by(store: pmi.KeyValueStore, rank: int, size: int, seconds: float) -> Callable[[bytes], Sequence[bytes]]:
+    """`share` of World.start, by a store. Raises as `pmi.meet` does."""
 
     def share(own: bytes) -> list[bytes]:
-        epoch = (store.add("fompi ucx/joined", 1) - 1) // size
-        store.set(f"fompi ucx/{epoch}/{rank}", own.hex())
-        found, end = [], perf_counter() + seconds
-        for other in range(size):
-            key = f"fompi ucx/{epoch}/{other}"
-            while not store.check([key]):
-                if perf_counter() > end:
-                    raise WaitTimeout(f"rank {other} of {size} has not come within {seconds:g} s: does it run?")
-                sleep(0.01)
-            found.append(bytes.fromhex(bytes(store.get(key)).decode()))
-        return found
+        from fompi.mpi import pmi  # most launchers start MPI
+
+        job = pmi.meet(store, rank, size, own.hex(), f"UCX {version()}", seconds)
+        return [bytes.fromhex(node) for node in job.nodes]
 
     return share
 

@@ -4,7 +4,8 @@
  * Python finds the library and passes the addresses of its functions.
  *
  * A message has a tag of 64 bits: the group (22 bits), the sender (14) and the tag of the program (28). A group is a number
- * that all its members know, and their endpoints in the order of their ranks.
+ * that all its members know, and their endpoints in the order of their ranks. The sender is the number of a peer, as all
+ * processes count them: two groups of a process may have the same number if no other process is in both.
  *
  * What is sent to a lost peer is done at once, and what it should have sent never comes: the engine of Python asks `losses`
  * and `error`, and ends the calls that wait for it. `Worker.lock` guards everything: a worker takes one thread at a time.
@@ -90,12 +91,15 @@ typedef struct {
 typedef struct { /* the handle of a communicator */
     Worker *worker;
     uint64_t number;
-    int rank, size;
-    Endpoint *peers[];
+    int size, own; /* the number of this process among the peers */
+    struct {
+        Endpoint *endpoint;
+        int number;
+    } peers[];
 } Group;
 
 typedef struct { /* a request that is not done */
-    Group *group;
+    Worker *worker; /* not the group, which may have been freed: nobody waits for some of its messages */
     void *ucx;
     Endpoint *dest; /* of a send, else NULL */
 } Request;
@@ -117,25 +121,32 @@ static void lost(void *argument, void *endpoint, signed char status) {
     peer->error = -status;
 }
 
-/* Notes what UCX has returned for a message in `request`: NULL if it is done. Returns the error. */
-static int begun(Group *g, void *ucx, Endpoint *dest, Request **request) {
+/* Notes what UCX has returned for a message in `request`: NULL if it is done. Returns the error.
+ *
+ * A peer to which nothing can be sent is lost, also if UCX has not said so yet.
+ */
+static int begun(Worker *w, void *ucx, Endpoint *dest, Request **request) {
     *request = NULL;
-    if (is_error(ucx)) return dest && dest->error ? 0 : -(int)(intptr_t)ucx;
+    if (is_error(ucx)) {
+        if (!dest) return -(int)(intptr_t)ucx;
+        if (!dest->error) lost(dest, NULL, (signed char)(intptr_t)ucx);
+        return 0;
+    }
     if (!ucx) return 0;
     Request *made = malloc(sizeof *made);
     if (!made) return 4; /* no memory */
-    made->group = g, made->ucx = ucx, made->dest = dest;
+    made->worker = w, made->ucx = ucx, made->dest = dest;
     *request = made;
     return 0;
 }
 
 static int send_to(Group *g, const void *data, size_t nbytes, int dest, int tag, int is_sync, Request **request) {
     Worker *w = g->worker;
-    Endpoint *peer = g->peers[dest];
+    Endpoint *peer = g->peers[dest].endpoint;
     pthread_mutex_lock(&w->lock);
     void *ucx = NULL;
-    if (!peer->error) ucx = (is_sync ? w->ucx.send_sync : w->ucx.send)(peer->ucx, data, nbytes, tag_of(g, g->rank, tag), &plain);
-    int error = begun(g, ucx, peer, request);
+    if (!peer->error) ucx = (is_sync ? w->ucx.send_sync : w->ucx.send)(peer->ucx, data, nbytes, tag_of(g, g->own, tag), &plain);
+    int error = begun(w, ucx, peer, request);
     pthread_mutex_unlock(&w->lock);
     return error;
 }
@@ -145,7 +156,7 @@ static int look(Request **request) {
     Request *r = *request;
     if (!r) return 1;
     if (r == PENDING) return 0;
-    Worker *w = r->group->worker;
+    Worker *w = r->worker;
     int status = w->ucx.check(r->ucx);
     if (status == IN_PROGRESS) return 0;
     if (status == CANCELED || (r->dest && r->dest->error)) status = 0;
@@ -172,7 +183,8 @@ static int ucx_irecv(void *data, int nbytes, intptr_t type, int source, int tag,
     Worker *w = g->worker;
     (void)type;
     pthread_mutex_lock(&w->lock);
-    int error = begun(g, w->ucx.receive(w->worker, data, (size_t)nbytes, tag_of(g, source, tag), ALL_BITS, &plain), NULL, request);
+    uint64_t wanted = tag_of(g, g->peers[source].number, tag);
+    int error = begun(w, w->ucx.receive(w->worker, data, (size_t)nbytes, wanted, ALL_BITS, &plain), NULL, request);
     pthread_mutex_unlock(&w->lock);
     return error;
 }
@@ -183,7 +195,7 @@ static int ucx_testsome(int n, void *requests, int *done, int *indices, void *st
     int error = 0;
     (void)statuses;
     *done = 0;
-    for (int k = 0; k < n && !w; k++) w = all[k] && all[k] != PENDING ? all[k]->group->worker : NULL;
+    for (int k = 0; k < n && !w; k++) w = all[k] && all[k] != PENDING ? all[k]->worker : NULL;
     if (w) {
         pthread_mutex_lock(&w->lock);
         w->ucx.progress(w->worker);
@@ -259,6 +271,7 @@ static PyObject *worker_connect(PyObject *self, PyObject *args) {
     const char *address;
     Py_ssize_t nbytes;
     if (!PyArg_ParseTuple(args, "y#", &address, &nbytes)) return NULL;
+    if (w->n_peers >> SENDER_BITS) return PyErr_Format(PyExc_ValueError, "more than %d peers", 1 << SENDER_BITS);
     Endpoint **peers = realloc(w->peers, (size_t)(w->n_peers + 1) * sizeof *peers), *peer = calloc(1, sizeof *peer);
     if (peers) w->peers = peers;
     if (!peers || !peer) {
@@ -317,14 +330,19 @@ static PyObject *worker_group(PyObject *self, PyObject *args) {
     PyObject *peers;
     if (!PyArg_ParseTuple(args, "KiO!", &number, &rank, &PyTuple_Type, &peers)) return NULL;
     Py_ssize_t size = PyTuple_Size(peers);
+    if (number >> (64 - TAG_BITS - SENDER_BITS) || rank < 0 || rank >= size)
+        return PyErr_Format(PyExc_ValueError, "there is no rank %d of %zd in the group %llu", rank, size, number);
     Group *g = calloc(1, sizeof *g + (size_t)size * sizeof *g->peers);
     if (!g) return PyErr_NoMemory();
-    g->worker = w, g->number = number, g->rank = rank, g->size = (int)size;
-    for (Py_ssize_t k = 0; k < size; k++)
-        if (!(g->peers[k] = peer_of(w, PyLong_AsSsize_t(PyTuple_GetItem(peers, k))))) {
+    g->worker = w, g->number = number, g->size = (int)size;
+    for (Py_ssize_t k = 0; k < size; k++) {
+        g->peers[k].number = (int)PyLong_AsSsize_t(PyTuple_GetItem(peers, k));
+        if (!(g->peers[k].endpoint = peer_of(w, g->peers[k].number))) {
             free(g);
             return NULL;
         }
+    }
+    g->own = g->peers[rank].number;
     return PyLong_FromVoidPtr(g);
 }
 
@@ -365,8 +383,9 @@ static PyObject *worker_receive(PyObject *self, PyObject *args) {
     pthread_mutex_lock(&w->lock);
     void *probed = (void *)(uintptr_t)message;
     void *ucx = probed ? w->ucx.receive_probed(w->worker, view.buf, (size_t)view.len, probed, &plain)
-                       : w->ucx.receive(w->worker, view.buf, (size_t)view.len, tag_of(g, source, tag), ALL_BITS, &plain);
-    int error = begun(g, ucx, NULL, &request);
+                       : w->ucx.receive(w->worker, view.buf, (size_t)view.len, tag_of(g, g->peers[source].number, tag),
+                                        ALL_BITS, &plain);
+    int error = begun(w, ucx, NULL, &request);
     pthread_mutex_unlock(&w->lock);
     PyBuffer_Release(&view);
     return error ? failed(w, error) : PyLong_FromVoidPtr(request);
@@ -382,11 +401,12 @@ static PyObject *worker_probe(PyObject *self, PyObject *args) {
     Group *g = (Group *)(uintptr_t)group;
     pthread_mutex_lock(&w->lock);
     w->ucx.progress(w->worker);
-    uint64_t wanted = tag_of(g, source < 0 ? 0 : source, tag), mask = source < 0 ? ANY_SENDER : ALL_BITS;
+    uint64_t wanted = tag_of(g, source < 0 ? 0 : g->peers[source].number, tag), mask = source < 0 ? ANY_SENDER : ALL_BITS;
     void *message = w->ucx.probe(w->worker, wanted, mask, takes, &info);
     pthread_mutex_unlock(&w->lock);
     if (!message) Py_RETURN_NONE;
-    int sender = (int)(info.tag >> TAG_BITS & ((1u << SENDER_BITS) - 1));
+    int number = (int)(info.tag >> TAG_BITS & ((1u << SENDER_BITS) - 1)), sender = 0;
+    while (sender < g->size - 1 && g->peers[sender].number != number) sender++;
     return Py_BuildValue("(Kin)", takes ? (unsigned long long)(uintptr_t)message : 0, sender, (Py_ssize_t)info.nbytes);
 }
 

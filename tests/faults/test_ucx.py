@@ -111,4 +111,54 @@ def test_a_process_that_does_not_come_is_named(tmp_path):
     alone = "import sys\nsys.argv[1:] = ['2', sys.argv[2]]\n" + START.replace("20.0", "3.0")
     done = start(tmp_path, alone)
     assert done.returncode and not done.timed_out, done.output
-    assert "WaitTimeout: rank 0 of 3 has not come within 3 s" in done.stderr, done.output
+    assert "WaitTimeout: rank 2 of 3 waited 3 s for rank 0 to start UCX" in done.stderr, done.output
+
+
+GROUPS = START + textwrap.dedent("""
+    world = transport.start_mpi().COMM_WORLD
+    one, other = (world.Split(rank != apart, rank) for apart in (2, 1))  # {0, 1}, {0, 2}
+    both = [group.Idup() for group in (one, other)]  # made at the same time on rank 0
+    first, second = (request.result() or group for group, request in both)
+    world.Barrier()
+    if rank == 0:
+        values = np.zeros((2, 1))
+        requests = [group.Irecv(value, 1, 5) for group, value in zip((first, second), values)]
+        [request.Wait() for request in requests]
+        assert values.tolist() == [[1.0], [2.0]], values
+    else:
+        time.sleep(0.5 * (rank == 1))
+        (first if rank == 1 else second).Isend(np.full(1, float(rank)), 0, 5).Wait()
+    for _ in range(3):
+        world.Create_group(world.Get_group().Incl([0, 2, 1]), 7).Free()
+    print(f"rank {rank} is right")
+""")
+
+ENDS = START + textwrap.dedent("""
+    world = transport.start_mpi().COMM_WORLD
+    if rank == 0:
+        group = world.Dup()
+        for tag in range(20):
+            group.Isend(np.full(1000, float(tag)), 1, tag).Free()
+        group.Free()  # nobody waits for these messages: they are sent all the same
+    elif rank == 1:
+        group, x = world.Dup(), np.zeros(1000)
+        time.sleep(11)
+        for tag in range(20):
+            group.Irecv(x, 0, tag).Wait()
+            assert (x == tag).all()
+    else:
+        world.Dup()
+        os.kill(os.getpid(), signal.SIGKILL)  # one that is lost is not awaited
+    print(f"rank {rank} is right")
+""")
+
+
+def test_groups_that_are_made_at_the_same_time(tmp_path):
+    done = start(tmp_path, GROUPS)
+    assert done.returncode == 0 and done.stdout.count("is right") == 3, done.output
+
+
+def test_a_rank_ends_when_its_messages_have_come(tmp_path):
+    done = start(tmp_path, ENDS)
+    assert done.returncode == 0 and done.stdout.count("is right") == 2 and not done.timed_out, done.output
+    assert done.seconds < 30, done.output  # nobody has waited for the deadline

@@ -120,18 +120,19 @@ def test_a_killed_check_leaves_nothing(up):
 
 @pytest.mark.one_mpi
 def test_a_folder_is_copied_first(up, tmp_path):
-    (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "program.py").write_text("import os\nprint(f'| {sorted(os.listdir())}', flush=True)")
-    program = ("--", "python", "program.py")
-    done = up("empty", "h0", "h1", cwd=tmp_path / "code", program=program)
+    code = tmp_path / "the code"
+    code.mkdir()
+    (code / "program.py").write_text("import os, sys\nprint('|', sorted(os.listdir()), sys.argv[1:], flush=True)")
+    program = ("--", "python", "program.py", "two words", "it's")
+    done = up("empty", "h0", "h1", cwd=code, program=program)
     assert done.returncode == 2 and "h1: program.py is not there: copy the folder with --sync" in done.output, (
         done.output
     )
-    (tmp_path / "code" / "data").write_text("1")
+    (code / "data").write_text("1")
     shutil.rmtree(tmp_path / "hosts")
     (tmp_path / "hosts").mkdir()
-    done = up("empty", "h0", "h1", "--sync", cwd=tmp_path / "code", program=program)
-    assert done.returncode == 0 and done.output.count("| ['data', 'program.py']") == 2, done.output
+    done = up("empty", "h0", "h1", "--sync", cwd=code, program=program)
+    assert done.returncode == 0 and done.output.count(f"| ['data', 'program.py'] {[*program[3:]]}") == 2, done.output
     assert is_clean(done)
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from itertools import combinations
 from types import SimpleNamespace
 
 import pytest
 
 from fompi.base.errors import LaunchError
-from fompi.hosts import networks, start
+from fompi.cli.up import HostsRequest, files_of
+from fompi.hosts import agent, networks, start
 from fompi.hosts.networks import ROUTED, NetworkInterface, NoWay, Way
-from fompi.hosts.remote import why_unreached
+from fompi.hosts.remote import Remote, why_unreached
 from fompi.model.machine import PRESETS, Machine
 
 WIRELESS = {
@@ -47,6 +49,12 @@ def test_hosts_without_a_common_network_are_routed():
     assert networks.shared(hosts, {"h0": "10.0.0.1"}) == ()  # the address of h1 is behind a translation
     three = {**HOSTS, "h2": (CABLE["h1"],)}  # an address twice: no network of all
     assert all("h2" not in network.ends for network in networks.shared(three, {}))
+
+
+def test_of_two_interfaces_in_one_network_the_cable_counts():
+    cable = {host: NetworkInterface("eth0", f"192.168.1.{i}", megabits=1000) for i, host in enumerate(("h0", "h1"), 15)}
+    (network,) = networks.shared({host: (WIRELESS[host], cable[host]) for host in cable}, NAMES)
+    assert network.ends == cable
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8])
@@ -223,6 +231,45 @@ def test_clocks_far_apart_are_a_remark():
 )  # fmt: skip
 def test_what_ssh_says_becomes_a_remedy(said, line):
     assert why_unreached("h1", said).startswith(line) and "\n" not in why_unreached("h1", said)
+
+
+@pytest.mark.parametrize("said", ["Welcome", "42\n", "null\n", "[1]\n", '{"a": 1}\n', "\\377\n"])
+def test_what_a_host_prints_at_a_login_is_no_answer(said, tmp_path):
+    (tmp_path / "ssh").write_text(f"#!/bin/sh\nprintf '{said}'\nfor command; do :; done\nexec sh -c \"$command\"\n")
+    (tmp_path / "ssh").chmod(0o755)
+    with Remote("h1", [str(tmp_path / "ssh")]) as host:
+        assert host.answer("clock") > 0
+
+
+def test_an_agent_imports_nothing_from_where_it_starts(monkeypatch, tmp_path):
+    (tmp_path / "platform.py").write_text("raise SystemExit")
+    monkeypatch.chdir(tmp_path)
+    with Remote("h0", ()) as host:
+        assert host.answer("clock") > 0
+
+
+def test_files_of_a_program_are_words_that_name_one(tmp_path):
+    (tmp_path / "train.py").write_text("")
+    request = HostsRequest({"h0": 1}, ("python", "train.py", "x" * 300, "nothing.py", "."), folder=str(tmp_path))
+    assert files_of(request) == ["train.py"]
+
+
+def test_large_files_are_compared_by_beginning_and_size(monkeypatch, tmp_path):
+    monkeypatch.setattr(agent, "DIGEST_NBYTES", 2)
+    digests = []
+    for text in ("abc", "abd", "abcd", "axc"):
+        (tmp_path / "data").write_text(text)
+        digests.append(agent.digest(tmp_path / "data"))
+    assert digests[0] == digests[1] and len(set(digests)) == 3 and agent.digest(tmp_path / "none") == ""
+
+
+def test_nothing_is_written_into_a_folder_of_another_user(monkeypatch, tmp_path):
+    agent.write(str(tmp_path / "up" / "ssh"), "text", 0o755)
+    assert (tmp_path / "up").stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(agent.os, "getuid", lambda: os.geteuid() + 1)
+    with pytest.raises(OSError, match="belongs to another user"):
+        agent.write(str(tmp_path / "up" / "ssh"), "other")
+    assert (tmp_path / "up" / "ssh").read_text() == "text"
 
 
 # ------------------------------------------------------------------------------------------------------------ the job
