@@ -238,6 +238,8 @@ class InC(Task):
                 self._heir.awaited, self._heir.is_long = self.awaited, self.is_long
                 self._forget()
                 self.finished = True
+                # For a moment nothing was in flight, so the helper may have gone to sleep.
+                self.comm.engine.wake_helper()
             return self._heir
 
     def stalled(self) -> None:

@@ -79,7 +79,7 @@ if transport.world()[0] == 1:
     if sys.argv[1] == "MPI starts":
         time.sleep(100)
     doctor._Steps.products = lambda *arguments: time.sleep(100)
-sys.exit(doctor.run(argparse.Namespace(seconds=1.0, json=False)))
+sys.exit(doctor.run(argparse.Namespace(seconds=1.0, json=False, hosts=None)))
 """
 
 

@@ -62,9 +62,9 @@ def test_a_wrong_plugin_is_refused(cluster, mpi, plugin, fix):
 
 
 def test_torchrun_is_refused(cluster):
-    """It starts two processes in each rank. With Open MPI both would be that rank."""
+    """It starts two processes in each rank. With Open MPI both would be that rank, if MPI carried the messages."""
     mpi = "openmpi"
-    torchrun, options = ("torchrun", "--nproc-per-node=2"), ("-N2", "-n2")
+    torchrun, options = ("env", "FOMPI_CARRIER=mpi", "torchrun", "--nproc-per-node=2"), ("-N2", "-n2")
     done = cluster.srun(mpi, *torchrun, cluster.program, "run", 5, options=options)
     assert done.returncode not in (0, None) and not done.timed_out and "hello" not in done.stdout, done.output
     assert f"starts no MPI: write `{ENVIRONMENTS[mpi]}/bin/mpirun -n 2 python -m fompi.torch ...`" in done.stderr
