@@ -280,7 +280,7 @@ def unconnected(found: LookedAt) -> Iterator[str]:
     if not found.shared:
         ours = {host: [each for each in all if each.address] for host, all in found.interfaces.items()}
         listed = "; ".join(f"{host}: {', '.join(f'{i.name} {i.address}' for i in each)}" for host, each in ours.items())
-        yield f"no network joins {', '.join(ours)} ({listed}): give them addresses of one network"
+        yield f"no network joins {', '.join(ours)} ({listed}): give them IPv4 addresses of one network"
     lines = [line for network in found.shared for line in networks.obstacles(network, found.measured)]
     yield from {line.partition(":")[0]: line for line in lines}.values()  # one for each host
 
@@ -292,8 +292,8 @@ def prepare(found: LookedAt, machine: str) -> tuple[start.JobOnHosts, dict[str, 
     """Write the files of the job on all hosts. Returns the job, and the variables that it needs."""
     request, best = found.request, found.best
     mpi = start.mpi_of(found.here["mpi"])
-    cache = environment.cache_folder()
-    folder = Path("/tmp", f"fompi-up-{os.getuid()}") if cache is None else cache.absolute() / "up"
+    cache, name = environment.cache_folder(), "-".join(request.hosts)[:100]  # jobs on other hosts have other files
+    folder = Path("/tmp", f"fompi-up-{os.getuid()}-{name}") if cache is None else cache.absolute() / "up" / name
     hostfile, ssh = folder / "hosts", folder / "ssh"
     agent.write(str(hostfile), start.hostfile_of(request.hosts, mpi))
     wrapped = list(request.ssh) != ["ssh"]

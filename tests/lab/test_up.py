@@ -70,7 +70,7 @@ def test_the_job_runs_over_the_fast_network(up, tmp_path, fault):
         assert f"| {host} of 2 sent MiB {sorted({'eth0': 0, fast: 4}.items())}" in done.output, done.output
     assert "h1 is reached by its name over eth0: 3" in done.output  # 38 Mbit/s
     assert is_clean(done)
-    assert json.loads((tmp_path / "cache/fompi/up/machine.json").read_text())["name"] == "fompi-up"
+    assert json.loads((tmp_path / "cache/fompi/up/h0-h1/machine.json").read_text())["name"] == "fompi-up"
 
 
 @pytest.mark.one_mpi
