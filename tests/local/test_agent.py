@@ -44,7 +44,7 @@ def test_facts(remote, tmp_path):
     assert facts["python"] == platform.python_version() and facts["executable"] == sys.executable
     assert facts["name"] == socket.gethostname() and facts["cores"] == len(os.sched_getaffinity(0))
     assert "MPI" in facts["mpi"] and facts["mpirun"] and facts["folder"] and facts["full"] == []
-    assert len(facts["files"]["train.py"]) == 64 and facts["files"]["other.py"] == ""
+    assert facts["files"]["train.py"].endswith(" 8") and facts["files"]["other.py"] == ""
     assert all(each.name for each in interfaces_of(facts))
     assert abs(remote.answer("clock") - time.time()) < 5
 
