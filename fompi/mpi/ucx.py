@@ -31,7 +31,7 @@ Array = np.ndarray[Any, Any]
 
 FUNCTIONS = (
     *("ucp_init_version", "ucp_worker_create", "ucp_worker_get_address", "ucp_worker_release_address", "ucp_ep_create"),
-    *("ucp_ep_close_nbx", "ucp_tag_send_nbx", "ucp_tag_send_sync_nbx", "ucp_tag_recv_nbx", "ucp_tag_probe_nb"),
+    *("ucp_tag_send_nbx", "ucp_tag_send_sync_nbx", "ucp_tag_recv_nbx", "ucp_tag_probe_nb"),
     *("ucp_tag_msg_recv_nbx", "ucp_request_check_status", "ucp_request_cancel", "ucp_request_free"),
     *("ucp_worker_progress", "ucp_worker_destroy", "ucp_cleanup", "ucs_status_string"),
 )
@@ -207,15 +207,12 @@ def _agreement(comm: Intracomm, own: bytes, then: Callable[[list[bytes]], Any]) 
 
 
 class UcxStatus:
-    """Where a message comes from, and its bytes."""
+    """Where a message comes from."""
 
-    source = nbytes = 0
+    source = 0
 
     def Get_source(self) -> int:
         return self.source
-
-    def Get_count(self, _: object = None) -> int:
-        return self.nbytes
 
 
 class UcxMessage:
@@ -296,9 +293,6 @@ class Intracomm:
     def Get_name(self) -> str:
         return self.name
 
-    def Set_name(self, name: str) -> None:
-        self.name = name
-
     def Get_group(self) -> UcxGroup:
         return UcxGroup(self.members)
 
@@ -329,7 +323,7 @@ class Intracomm:
     def _probe(self, source: int, tag: int, status: UcxStatus | None, takes: bool) -> tuple[int, int, int] | None:
         found: tuple[int, int, int] | None = WORLD.worker.probe(self.handle, source, tag, takes)
         if found is not None and status is not None:
-            _, status.source, status.nbytes = found
+            status.source = found[1]
         return found
 
     def lost(self) -> list[tuple[int, str]]:

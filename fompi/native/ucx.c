@@ -57,7 +57,6 @@ typedef struct { /* in the order in which Python passes them: `FUNCTIONS` of fom
     signed char (*get_address)(void *, void **, size_t *);
     void (*release_address)(void *, void *);
     signed char (*make_endpoint)(void *, const EndpointParams *, void **);
-    void *(*close_endpoint)(void *, const RequestParams *);
     void *(*send)(void *, const void *, size_t, uint64_t, const RequestParams *);
     void *(*send_sync)(void *, const void *, size_t, uint64_t, const RequestParams *);
     void *(*receive)(void *, void *, size_t, uint64_t, uint64_t, const RequestParams *);
@@ -297,24 +296,6 @@ static Endpoint *peer_of(Worker *w, Py_ssize_t number) {
     return NULL;
 }
 
-static PyObject *worker_disconnect(PyObject *self, PyObject *args) {
-    Worker *w = (Worker *)self;
-    Py_ssize_t number;
-    Endpoint *peer;
-    RequestParams force = {.mask = 16, .flags = 1};
-    if (!PyArg_ParseTuple(args, "n", &number) || !(peer = peer_of(w, number))) return NULL;
-    pthread_mutex_lock(&w->lock);
-    void *closing = w->ucx.close_endpoint(peer->ucx, &force);
-    if (closing && !is_error(closing)) {
-        for (int k = 0; k < 100000 && w->ucx.check(closing) == IN_PROGRESS; k++) w->ucx.progress(w->worker);
-        w->ucx.free_request(closing);
-    }
-    w->peers[number] = NULL;
-    free(peer);
-    pthread_mutex_unlock(&w->lock);
-    Py_RETURN_NONE;
-}
-
 static PyObject *worker_error(PyObject *self, PyObject *args) {
     Worker *w = (Worker *)self;
     Py_ssize_t number;
@@ -480,7 +461,6 @@ static PyMemberDef members[] = {
 static PyMethodDef methods[] = {
     {"address", worker_address, METH_NOARGS, "address(): by which others connect to this worker."},
     {"connect", worker_connect, METH_VARARGS, "connect(address): the number of a new peer."},
-    {"disconnect", worker_disconnect, METH_VARARGS, "disconnect(peer)"},
     {"error", worker_error, METH_VARARGS, "error(peer): why it is lost, or \"\"."},
     {"group", worker_group, METH_VARARGS, "group(number, rank, (peers)): the handle of a group."},
     {"free", worker_free, METH_VARARGS, "free(group): it has no message in flight."},
@@ -490,7 +470,7 @@ static PyMethodDef methods[] = {
     {"testsome", worker_testsome, METH_VARARGS, "testsome([requests]): ([indices of those that are done], an error or \"\")."},
     {"cancel", worker_cancel, METH_VARARGS, "cancel(request)"},
     {"why", worker_why, METH_VARARGS, "why(error): the error of a function in C, in words."},
-    {"close", worker_close, METH_NOARGS, "close(): after all peers are disconnected."},
+    {"close", worker_close, METH_NOARGS, "close(): it has no peers."},
     {NULL, NULL, 0, NULL},
 };
 static PyGetSetDef attributes[] = {

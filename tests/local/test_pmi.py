@@ -4,40 +4,19 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from time import perf_counter
 
 import pytest
+from stores import Store
 
 from fompi.base.errors import LaunchError, WaitTimeout
 from fompi.mpi import launcher, pmi
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 TORCHRUN |= {"MASTER_ADDR": "n1", "MASTER_PORT": "7"}
-
-
-class Store:
-    """What `torch.distributed.Store` does, in one process."""
-
-    def __init__(self):
-        self.values, self.lock = {}, threading.Lock()
-
-    def set(self, key, value):
-        self.values[key] = value.encode()
-
-    def get(self, key):
-        return self.values[key]
-
-    def add(self, key, amount):
-        with self.lock:
-            self.values[key] = str(int(self.values.get(key, b"0")) + amount).encode()
-            return int(self.values[key])
-
-    def check(self, keys):
-        return all(key in self.values for key in keys)
 
 
 def met(store, nodes=("a", "a"), libraries=None, seconds=10.0, ranks=None):

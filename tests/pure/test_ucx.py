@@ -6,6 +6,7 @@ import ctypes.util
 import threading
 
 import pytest
+from stores import Store
 
 from fompi.base.errors import LaunchError, WaitTimeout
 from fompi.mpi import pmi, transport, ucx
@@ -14,27 +15,6 @@ from fompi.mpi import pmi, transport, ucx
 @pytest.fixture(autouse=True)
 def of_some_version(monkeypatch):
     monkeypatch.setattr(ucx, "version", lambda: "1.18.0")
-
-
-class Store:
-    """As torch's: values are bytes."""
-
-    def __init__(self):
-        self.values, self.lock = {}, threading.Lock()
-
-    def set(self, key, value):
-        self.values[key] = value.encode()
-
-    def get(self, key):
-        return self.values[key]
-
-    def add(self, key, amount):
-        with self.lock:
-            self.values[key] = self.values.get(key, 0) + amount
-            return self.values[key]
-
-    def check(self, keys):
-        return all(key in self.values for key in keys)
 
 
 def meet(store, size):
