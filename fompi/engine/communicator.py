@@ -20,7 +20,7 @@ from fompi.base.layout import MOST_NBYTES, integer
 from fompi.base.log import log
 from fompi.base.version import __version__
 from fompi.engine import faults, native
-from fompi.engine.control import CALL_BITS, GONE, LAST_CALL, LEFT, STOPPED, Channel
+from fompi.engine.control import CALL_BITS, FELL, GONE, LAST_CALL, LEFT, STOPPED, Channel
 from fompi.engine.engine import SPINS, Engine
 from fompi.engine.frames import called
 from fompi.engine.handshake import VALUE_BITS, agree, digest
@@ -39,10 +39,11 @@ from fompi.mpi.link import (
     free_closed,
     mpi_communicator,
     request_testsome,
+    request_testsome_of_both,
 )
 from fompi.mpi.paths import Paths
 from fompi.mpi.paths import choose as choose_path
-from fompi.mpi.transport import library, message_limit_nbytes, thread_levels, unlink_segments, world
+from fompi.mpi.transport import is_alone, library, message_limit_nbytes, thread_levels, unlink_segments, world
 from fompi.plans.plan import MESSAGE_BITS
 from fompi.tensors.arena import Arena
 from fompi.traces.trace import Trace
@@ -56,7 +57,7 @@ def _make_engine() -> Engine:
 
     Raises LaunchError if the launcher started several processes, but each of them is an MPI job of one rank.
     """
-    if environment.value("FOMPI_SINGLETONS") != "1":
+    if environment.value("FOMPI_SINGLETONS") != "1" and not is_alone():
         mpi = library()
         lonely = launcher.warning(launcher.detect(), world()[1], mpi.name, mpi.mpirun)
         if lonely and world()[1] == 1:
@@ -153,6 +154,10 @@ class Communicator(Shared):
         if not from_split:
             origin = connect(origin, seconds or engine.timeout, engine.progress, engine.departure, called)
         self.link: Link = origin
+        self.library = native.engine().library  # what carries out calls in C. None: they run in Python
+        if not self.link.is_of_process:
+            self.library = None
+            engine.test_with(request_testsome_of_both)
         self.name, self.rank, self.size = name, self.link.rank, self.link.size
         self.channel = Channel(self.link, self.engine, name)
         self.channel.timeout = seconds  # for the agreement below, too
@@ -188,7 +193,7 @@ class Communicator(Shared):
         self.urgency: int | None = None  # 0: its messages go first (`fompi.engine.port`). None: no message waits
         if self.engine.machine is not None:
             self.machine = self.engine.machine.part(self.link.world_ranks, self.link.world_size)
-        self._key = remember(self, "communicator", name, self.link.world_ranks)
+        self._key = remember(self, "communicator", name, self.link.world_ranks, self.link.is_of_epoch)
         log.info("%s: rank %d of %d, messages move by %s", name, self.rank, self.size, self.engine.progress_mode)
 
     def _meet(self) -> int:
@@ -450,6 +455,25 @@ class Communicator(Shared):
                 self.link.close(self.channel.broken is None)
             for device in devices:
                 device.tell()
+
+    def abort(self, why: str) -> None:
+        """End it on this rank alone. Calls in flight end with a StateError here, with a PeerError on the others."""
+        if self.closed or self.engine.over:
+            return
+        error = StateError(f"{self!r} was ended: {why}")
+        with suppress(Exception):
+            self.channel.send_all(FELL, self.channel.in_library[0], f"rank {self.rank} has left {self!r}: {why}")
+        with self.engine.lock:
+            for task in list(self.channel.active.values()):
+                task.abandon(error)
+            self.closed = True
+            self.channel.close()
+            self.plans.clear()
+            self.tickets.clear()
+            self._paths.clear()
+            for rank in self.link.world_ranks if self.link.is_of_epoch else ():
+                self.engine.hosts.pop(rank, None)
+            self.link.close(is_clean=False)
 
     def __enter__(self) -> Communicator:
         return self

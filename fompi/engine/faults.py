@@ -204,17 +204,19 @@ def _leave(engine: Engine) -> None:
 
     1. Send LEFT: this rank starts no new call. Finish the calls in flight.
     2. Send GONE: this rank finishes no call any more.
-    3. Wait until all other ranks are gone: they may still send control messages to this rank.
+    3. Wait until all other ranks are gone: they may still send control messages to this rank. Those of an epoch go on
+       without it.
     """
     if finalized():
         return
-    channels = list(engine.channels)
+    everything = list(engine.channels)
+    channels = [channel for channel in everything if not channel.link.is_of_epoch]
     broken = any(channel.broken is not None for channel in channels)  # perhaps other ranks cannot be reached
     seconds = min(engine.timeout, BROKEN_SECONDS) if broken else engine.timeout
-    for channel in channels:
+    for channel in everything:
         channel.leave()
-    _drive(engine, lambda: any(channel.can_finish() for channel in _with_peers(channels)), seconds)
-    for channel in channels:
+    _drive(engine, lambda: any(channel.can_finish() for channel in _with_peers(everything)), seconds)
+    for channel in everything:
         channel.go()
     _drive(engine, lambda: bool(_not_gone(channels, False)), seconds)
     _drive(engine, lambda: bool(_not_gone(channels, True)), min(seconds, BROKEN_SECONDS))
@@ -246,7 +248,7 @@ def _not_gone(channels: Sequence[Channel], is_left: bool) -> set[int]:
 def _with_peers(channels: Sequence[Channel]) -> list[Channel]:
     """Those on which another rank still finishes calls."""
     gone = _gone(channels)
-    return [channel for channel in channels if {*channel.link.world_ranks} - gone - {world()[0]}]
+    return [c for c in channels if {*c.link.world_ranks} - gone - {c.link.world_ranks[c.link.rank]}]
 
 
 def _gone(channels: Sequence[Channel]) -> set[int]:

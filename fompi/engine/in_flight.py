@@ -55,6 +55,10 @@ class InFlight:
             Any, deque[tuple[Token, Task, int]]
         ] = {}  # kernels that a device has not finished, by queue
 
+    def test_with(self, testsome: Callable[[list[Any]], list[int] | None]) -> None:
+        """From now on `testsome` tests all requests."""
+        self._testsome = testsome
+
     def post(self, request: Any, task: Task, key: int) -> None:
         """Call `task.completed(key)` once `request` is done."""
         self._requests.append(request)

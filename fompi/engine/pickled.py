@@ -21,11 +21,12 @@ _MADE: WeakValueDictionary[tuple[Key, int], Any] = WeakValueDictionary()
 _NUMBERS = count()
 
 
-def remember(made: Any, kind: str, name: str, ranks: Sequence[int]) -> Key:
-    """The key of `made`, under which `reopened` finds it as long as it is open."""
+def remember(made: Any, kind: str, name: str, ranks: Sequence[int], is_only: bool = False) -> Key:
+    """The key of `made`, under which `reopened` finds it as long as it is open. `is_only`: no other one has it."""
     key = kind, name, tuple(ranks)
     made.number = _COUNTS[key]
-    _COUNTS[key] += 1
+    if not is_only:
+        _COUNTS[key] += 1
     _MADE[key, next(_NUMBERS)] = made
     return key
 

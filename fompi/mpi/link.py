@@ -15,7 +15,8 @@ import numpy as np
 
 from fompi.base.errors import LaunchError, PeerError, StateError, WaitTimeout
 from fompi.mpi.launcher import in_seconds
-from fompi.mpi.transport import by_carrier, start_mpi, unlink_segments
+from fompi.mpi.transport import by_carrier, carrier_of, start_mpi, unlink_segments
+from fompi.mpi.ucx import MOST_RANKS, UCX, Intracomm, UcxCollective, UcxError, UcxRequest
 
 Array = np.ndarray[Any, Any]
 
@@ -33,20 +34,31 @@ class Link:
     """
 
     def __init__(self, comm: Any, blocking: Any = None):
-        MPI = start_mpi()
+        self.carrier = MPI = carrier_of(comm)
         # The duplicate of a `fompi.mpi.Comm` is one, too. Here the collectives of MPI are meant.
         self.comm: Any = MPI.Intracomm(comm)
         self.blocking: Any = None if blocking is None else MPI.Intracomm(blocking)
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
-        self.world_size = MPI.COMM_WORLD.Get_size()
-        self.tag_bits = (int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)) + 1).bit_length() - 1
+        world = MPI.COMM_WORLD or comm  # a process that has joined an epoch may have no world of this carrier
+        self.world_size = world.Get_size()
+        self.tag_bits = (int(world.Get_attr(MPI.TAG_UB)) + 1).bit_length() - 1
         self.isend: Callable[[Any, int, int], Any] = self.comm.Isend
         self.issend: Callable[[Any, int, int], Any] = self.comm.Issend  # done when the receiver has posted its receive
         self.irecv: Callable[[Any, int, int], Any] = self.comm.Irecv
         self.improbe: Callable[[int, int], Any] = self.comm.Improbe
         self.any_source: int = MPI.ANY_SOURCE
         self.error: type[Exception] = MPI.Exception
-        self.given_up: list[object] = []  # abandoned requests and their memory: MPI may still write to it
+        self.given_up: list[Any] = []  # abandoned requests and their memory: MPI may still write to it
+
+    @property
+    def is_of_process(self) -> bool:
+        """False in a process whose ranks use MPI, for an epoch that it has joined: those messages go by UCX."""
+        return self.carrier is start_mpi()
+
+    @property
+    def is_of_epoch(self) -> bool:
+        """True if its ranks have joined an epoch (`fompi.mpi.epoch`), or are some of those that have."""
+        return self.carrier is UCX and self.world_ranks[0] >= MOST_RANKS
 
     @cached_property
     def world_ranks(self) -> list[int]:
@@ -72,7 +84,7 @@ class Link:
         the request of mpi4py does not do for some collectives.
         """
         if name in ("all_reduce", "reduce_scatter"):
-            summand, result = _numbers(reads[0]), _numbers(writes[0])
+            summand, result = _numbers(self.carrier, reads[0]), _numbers(self.carrier, writes[0])
             if name == "all_reduce":
                 return lambda: self.comm.Iallreduce(summand, result)
             width, blocks = reads[0].size // max(1, sum(rows)), len(rows) // self.size
@@ -82,9 +94,9 @@ class Link:
             data = _bytes((reads or writes)[0])
             return lambda: self.comm.Ibcast(data, root)
         if name == "all_gather":
-            own, gathered = _bytes(reads[0]), _buffer_of(writes)
+            own, gathered = _bytes(reads[0]), _buffer_of(self.carrier, writes)
             return _holding((reads, writes), lambda: self.comm.Iallgatherv(own, gathered))
-        outgoing, incoming = _buffer_of(reads), _buffer_of(writes)
+        outgoing, incoming = _buffer_of(self.carrier, reads), _buffer_of(self.carrier, writes)
         return _holding((reads, writes), lambda: self.comm.Ialltoallv(outgoing, incoming))
 
     def lost(self) -> Sequence[tuple[int, str]]:
@@ -94,13 +106,13 @@ class Link:
 
     def sender(self, tag: int) -> int | None:
         """A rank whose message with this tag has arrived, and that no posted receive takes. None: there is none."""
-        MPI = start_mpi()
+        MPI = self.carrier
         status = MPI.Status()
         return int(status.Get_source()) if self.comm.Iprobe(MPI.ANY_SOURCE, tag, status) else None
 
     def several_hosts(self) -> bool:
         """True if the ranks are on several hosts. Collective, and the same on all ranks."""
-        host = _made(lambda: self.blocking.Split_type(start_mpi().COMM_TYPE_SHARED))
+        host = _made(lambda: self.blocking.Split_type(self.carrier.COMM_TYPE_SHARED))
         several: bool = host.Get_size() < self.size
         host.Free()
         return several
@@ -115,17 +127,32 @@ class Link:
         if self.blocking is None:
             self.comm.Free()
             return
-        worst = np.array([not is_clean], np.int32)
-        request = self.blocking.Iallreduce(start_mpi().IN_PLACE, worst, start_mpi().MAX)
-        _CLOSED.append((self, request, worst))
+        if self.carrier is UCX:  # it never gives a number again
+            for request in self._abandoned():
+                request.Cancel()
+            self.comm.Free()
+            self.blocking.Free()
+            _UNCLEAN.append(self)
+        else:
+            worst = np.array([not is_clean], np.int32)
+            request = self.blocking.Iallreduce(self.carrier.IN_PLACE, worst, self.carrier.MAX)
+            _CLOSED.append((self, request, worst))
         free_closed()
+
+    def _abandoned(self) -> list[Any]:
+        """The requests that were given up. Messages that came later have none."""
+        return [each[0] for each in self.given_up if isinstance(each, tuple) and hasattr(each[0], "Cancel")]
+
+    def may_forget(self) -> bool:
+        """True if nothing is in flight to the memory of what was given up, on a Link that is closed."""
+        return self.carrier is UCX and all([request.Test() for request in self._abandoned()])
 
 
 _CLOSED: list[tuple[Link, Any, Array]] = []
 """Links that this rank has closed, and the question whether all ranks have, and were clean."""
 
 _UNCLEAN: list[Link] = []
-"""Links that are closed and never freed."""
+"""Links that are closed, and whose memory may still be written to. Those of MPI are never freed."""
 
 
 def free_closed() -> bool:
@@ -142,6 +169,7 @@ def free_closed() -> bool:
             else:
                 link.comm.Free()
                 link.blocking.Free()
+    _UNCLEAN[:] = [link for link in _UNCLEAN if not link.may_forget()]
     return bool(_CLOSED)
 
 
@@ -161,15 +189,22 @@ def _duplicated(comm: Any) -> Any:
     """
     duplicate, request = _made(comm.Idup)
     while not _made(request.Test):
+        _check(comm)
         sleep(PAUSE_SECONDS)
     return duplicate
+
+
+def _check(comm: Any) -> None:
+    """Raise PeerError if the carrier has lost a rank. MPI ends the job instead."""
+    if isinstance(comm, Intracomm):
+        comm.check()
 
 
 def _made(make: Callable[[], Any]) -> Any:
     """What `make` makes, from MPI communicators. Raises StateError if MPI has none left; MPICH has 2048."""
     try:
         return make()
-    except start_mpi().Exception as error:
+    except (start_mpi().Exception, UcxError) as error:
         reason = str(error).splitlines()[-1]
         raise StateError(
             f"MPI makes no more communicators ({reason}). Close what is not needed any more: Communicator.close(), "
@@ -211,6 +246,7 @@ def connect(
         if progress():
             continue
         sleep(PAUSE_SECONDS)
+        _check(comm)
         error = find_departed(members, what) if perf_counter() - begun > 0.2 else None
         if error is not None:
             raise error
@@ -222,7 +258,8 @@ def connect(
                 if rank != comm.Get_rank():
                     _tell(comm, rank, is_question=True)
             end = begun + timeout + ANSWER_SECONDS
-    if sorted(members) == list(range(start_mpi().COMM_WORLD.Get_size())):  # all ranks have arrived here
+    world = carrier_of(comm).COMM_WORLD
+    if world is not None and sorted(members) == list(range(world.Get_size())):  # all ranks have arrived here
         unlink_segments()
     return _with_blocking(duplicate)
 
@@ -234,7 +271,7 @@ def _tell(comm: Any, rank: int, is_question: bool) -> None:
 
 def _hear(comm: Any, here: set[int]) -> None:
     """Note the ranks that say that they have come, and answer them."""
-    MPI = start_mpi()
+    MPI = carrier_of(comm)
     status, word = MPI.Status(), bytearray(1)
     while (message := comm.Improbe(MPI.ANY_SOURCE, ARRIVED_TAG, status)) is not None:
         message.Recv(word)
@@ -256,20 +293,22 @@ def _missing(comm: Any, here: set[int], timeout: float, what: str) -> str:
     )
 
 
-def of_members(ranks: Sequence[int], tag: int) -> Any:
-    """An MPI communicator of these ranks of MPI_COMM_WORLD. Only they call it, without a deadline."""
-    MPI = start_mpi()
-    world = MPI.COMM_WORLD.Get_group()
+def of_members(ranks: Sequence[int], tag: int, within: Any = None) -> Any:
+    """An MPI communicator of these ranks of `within`, or of MPI_COMM_WORLD. Only they call it, without a deadline."""
+    comm = start_mpi().COMM_WORLD if within is None else within
+    world = comm.Get_group()
     group = world.Incl(list(ranks))
     try:
-        return _made(lambda: MPI.COMM_WORLD.Create_group(group, tag))
+        return _made(lambda: comm.Create_group(group, tag))
     finally:
         group.Free()
         world.Free()
 
 
 def world_ranks(comm: Any) -> list[int]:
-    """For each rank of `comm`: its rank in MPI_COMM_WORLD."""
+    """For each rank of `comm`: its rank in MPI_COMM_WORLD. Those of an epoch have numbers that no other one has."""
+    if isinstance(comm, Intracomm):
+        return [*comm.world_ranks]
     group, world = comm.Get_group(), start_mpi().COMM_WORLD.Get_group()
     numbers = list(group.Translate_ranks(None, world))
     group.Free()
@@ -281,6 +320,15 @@ def request_testsome() -> Callable[[list[Any]], list[int] | None]:
     """The function that tests a list of requests: it returns the indices of those that are done now."""
     testsome: Callable[[list[Any]], list[int] | None] = start_mpi().Request.Testsome
     return testsome
+
+
+def request_testsome_of_both(requests: list[Any]) -> list[int] | None:
+    """The same in a process whose ranks use MPI, and that has joined an epoch, whose messages go by UCX."""
+    found: list[int] = []
+    for is_ucx, testsome in ((True, UcxRequest.Testsome), (False, request_testsome())):
+        places = [i for i, request in enumerate(requests) if isinstance(request, (UcxRequest, UcxCollective)) == is_ucx]
+        found += [places[i] for i in (testsome([requests[i] for i in places]) or ())] if places else []
+    return found
 
 
 def abort(status: int) -> None:
@@ -307,7 +355,7 @@ def mpi_communicator(comm: Any) -> Any:
     if comm is None:
         return MPI.COMM_WORLD
     comm = by_carrier(comm)
-    if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+    if not isinstance(comm, (MPI.Intracomm, Intracomm)) or comm == MPI.COMM_NULL:
         raise LaunchError(
             f"comm= takes a fompi.Communicator, an axis of a fompi.Mesh, an MPI.Comm, or a ProcessGroup or DeviceMesh "
             f"of torch, not {comm!r}"
@@ -319,9 +367,9 @@ def _bytes(array: Array) -> Array:
     return array.reshape(-1).view(np.uint8)
 
 
-def _numbers(array: Array) -> list[Any]:
+def _numbers(MPI: Any, array: Array) -> list[Any]:
     """The buffer argument of a sum. The type goes by size, and the memory as bytes, which need not be aligned."""
-    return [_bytes(array), array.size, getattr(start_mpi(), _TYPES[array.dtype.name])]
+    return [_bytes(array), array.size, getattr(MPI, _TYPES[array.dtype.name])]
 
 
 _TYPES = {
@@ -340,9 +388,8 @@ def _holding(arrays: object, start: Callable[[], Any]) -> Callable[[], Any]:
     return start_and_hold
 
 
-def _buffer_of(runs: Sequence[Array]) -> list[Any]:
+def _buffer_of(MPI: Any, runs: Sequence[Array]) -> list[Any]:
     """The buffer argument of MPI's v-collectives: memory, counts, displacements, type. The memory spans all runs."""
-    MPI = start_mpi()
     begins, counts = [a.ctypes.data for a in runs], [a.nbytes for a in runs]
     filled = [(begin, begin + n) for begin, n in zip(begins, counts, strict=True) if n]
     base, end = min((b for b, _ in filled), default=0), max((e for _, e in filled), default=0)
@@ -352,7 +399,7 @@ def _buffer_of(runs: Sequence[Array]) -> list[Any]:
 
 
 @cache
-def _keyval(kind: str) -> int:
+def _keyval(kind: str, carrier: Any) -> int:
     """The key of MPI's attribute cache for values of this kind. MPI calls `delete` when a communicator is freed.
 
     MPI_Finalize frees MPI_COMM_SELF first (MPI 4.1, section 11.2.4).
@@ -365,17 +412,17 @@ def _keyval(kind: str) -> int:
             value.farewell()
             value.after_finalize(ENDED)
 
-    return int(start_mpi().Comm.Create_keyval(delete_fn=delete))
+    return int(carrier.Comm.Create_keyval(delete_fn=delete))
 
 
 def attached(comm: Any, kind: str = "communicator") -> Any:
     """The value that `attach` has stored on this MPI communicator, or None."""
-    return comm.Get_attr(_keyval(kind))
+    return comm.Get_attr(_keyval(kind, carrier_of(comm)))
 
 
 def attach(comm: Any, value: object, kind: str = "communicator") -> None:
     """Store `value` on this MPI communicator. A value of kind "communicator" is closed when `comm` is freed."""
-    comm.Set_attr(_keyval(kind), value)
+    comm.Set_attr(_keyval(kind, carrier_of(comm)), value)
 
 
 def attached_to_process(make: Callable[[], Any]) -> Any:

@@ -163,6 +163,30 @@ def carrier_functions() -> tuple[int, ...] | None:
     return WORLD.worker.addresses if load_mpi() is UCX else None
 
 
+def carrier_of(comm: Any) -> Any:
+    """The module whose communicator this is: `mpi4py.MPI`, or what stands for it where UCX carries messages."""
+    return UCX if isinstance(comm, ucx.Intracomm) else load_mpi()
+
+
+def start_alone() -> None:
+    """Start what carries the messages of this process, if nothing has: UCX, with this process as its only rank.
+
+    Whatever has started the process, its peers come by `fompi.mpi.epoch`.
+    """
+    mpi4py = sys.modules.get("mpi4py.MPI")
+    if not (UCX.Is_initialized() or (mpi4py and mpi4py.Is_initialized()) or launcher.starts_mpi(os.environ)):
+        WORLD.start(0, 1, lambda own: [own])
+        _ALONE.append(True)
+
+
+def is_alone() -> bool:
+    """True if `start_alone` has started what carries the messages of this process."""
+    return bool(_ALONE)
+
+
+_ALONE: list[bool] = []
+
+
 def by_carrier(comm: Any) -> Any:
     """`comm`, a communicator of mpi4py; with FOMPI_CARRIER=ucx, one of UCX for the same ranks. Collective then."""
     mpi4py = sys.modules.get("mpi4py.MPI")

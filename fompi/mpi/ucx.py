@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
@@ -21,8 +22,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from fompi.base.at_exit import at_exit, failure
-from fompi.base.errors import LaunchError
-from fompi.mpi.launcher import timeout
+from fompi.base.errors import LaunchError, PeerError, WaitTimeout
+from fompi.mpi.launcher import in_seconds, timeout
 
 if TYPE_CHECKING:
     from fompi.mpi import pmi
@@ -31,8 +32,8 @@ Array = np.ndarray[Any, Any]
 
 FUNCTIONS = (
     *("ucp_init_version", "ucp_worker_create", "ucp_worker_get_address", "ucp_worker_release_address", "ucp_ep_create"),
-    *("ucp_tag_send_nbx", "ucp_tag_send_sync_nbx", "ucp_tag_recv_nbx", "ucp_tag_probe_nb"),
-    *("ucp_tag_msg_recv_nbx", "ucp_request_check_status", "ucp_request_cancel", "ucp_request_free"),
+    *("ucp_ep_close_nbx", "ucp_tag_send_nbx", "ucp_tag_send_sync_nbx", "ucp_tag_recv_nbx"),
+    *("ucp_tag_probe_nb", "ucp_tag_msg_recv_nbx", "ucp_request_check_status", "ucp_request_cancel", "ucp_request_free"),
     *("ucp_worker_progress", "ucp_worker_destroy", "ucp_cleanup", "ucs_status_string"),
 )
 """The functions of UCX, in the order of `Functions` in ucx.c."""
@@ -44,6 +45,9 @@ SMALL_TAG = 1 << TAG_BITS - 1
 """The tags from here on are those of agreements. The first of them says that a rank ends."""
 
 PAUSE_SECONDS = 1e-4
+
+MOST_CLOSED = 1024
+"""Messages that come for one of the last so many groups that were closed are thrown away."""
 
 
 # ------------------------------------------------------------------------------------------------------- the library
@@ -166,6 +170,7 @@ class UcxCollective:
         self, comm: Intracomm, sends: Sequence[Any], receives: Sequence[Any], then: Callable[[], Any] = lambda: None
     ):
         comm.agreements += 1
+        self._comm = comm
         tag = SMALL_TAG + 1 + comm.agreements % (SMALL_TAG - 1)
         self._then, self._value, self._is_done = then, None, False
         _bytes_of(receives[comm.rank])[:] = _bytes_of(sends[comm.rank])
@@ -190,7 +195,12 @@ class UcxCollective:
         """It is done, and has been forgotten."""
 
     def result(self) -> Any:
+        """Raises PeerError if a rank is lost, and WaitTimeout after the deadline of the process."""
+        end = perf_counter() + timeout()
         while not self.Test():
+            self._comm.check()
+            if perf_counter() > end:
+                raise WaitTimeout(f"no progress for {in_seconds(timeout())}: a rank does not make the communicator")
             sleep(PAUSE_SECONDS)
         return self._value
 
@@ -232,57 +242,63 @@ class UcxMessage:
 
 
 class UcxGroup:
-    """The ranks of a communicator, as ranks of the world."""
+    """The ranks of a communicator: the peers of this process, and their world ranks."""
 
-    def __init__(self, members: tuple[int, ...]):
-        self.members = members
+    def __init__(self, peers: Sequence[int], world_ranks: Sequence[int]):
+        self.peers, self.world_ranks = peers, world_ranks
 
     def Incl(self, ranks: Sequence[int]) -> UcxGroup:
-        return UcxGroup(tuple(self.members[rank] for rank in ranks))
+        return UcxGroup([self.peers[rank] for rank in ranks], [self.world_ranks[rank] for rank in ranks])
 
     def Translate_ranks(self, ranks: Sequence[int] | None, other: UcxGroup) -> list[int]:
-        own = range(len(self.members)) if ranks is None else ranks
-        return [other.members.index(self.members[rank]) for rank in own]
+        own = range(len(self.peers)) if ranks is None else ranks
+        return [other.world_ranks.index(self.world_ranks[rank]) for rank in own]
 
     def Free(self) -> None:
         pass
 
 
 class Intracomm:
-    """Some ranks of the world, with messages of their own."""
+    """Some processes, with messages of their own.
+
+    `peers`: their numbers among the peers of this process. `world_ranks`: their ranks in COMM_WORLD; those of an epoch
+    (`fompi.mpi.epoch`) have numbers that no other group has.
+    """
 
     handle = number = agreements = _losses = 0
-    members: tuple[int, ...] = ()
+    peers: Sequence[int] = ()
+    world_ranks: Sequence[int] = ()
     rank = 0
     name = ""
+    attributes: dict[int, Any]
+    _lost: dict[int, str]
 
     def __new__(cls, comm: Intracomm | None = None) -> Intracomm:
         """`comm` itself: where mpi4py makes another object of the same communicator, there is one here."""
         return super().__new__(cls) if comm is None else comm
 
     @classmethod
-    def of(cls, number: int, members: Sequence[int], is_meeting: bool = False) -> Intracomm:
-        """The communicator of these ranks of the world. `number`: their own, as on all of them.
+    def of(
+        cls, number: int, peers: Sequence[int], world_ranks: Sequence[int], is_meeting: bool = False
+    ) -> Intracomm:
+        """The communicator of these processes. `number`: its own, as on all of them.
 
         The last quarter of the numbers is for those in which the members of a new one meet (`Create_group`).
         """
         if number >= 3 << GROUP_BITS - 2 and not is_meeting:
             raise UcxError(f"{number} have been made")
         made = cls()
-        made.number, made.members, made.attributes = number, tuple(members), {}
-        made._lost = set()
-        made.rank = made.members.index(WORLD.rank)
-        made.handle = WORLD.worker.group(number, made.rank, tuple(WORLD.peers[rank] for rank in members))
+        made.number, made.peers, made.world_ranks, made.attributes = number, peers, world_ranks, {}
+        made._lost = {}
+        made.rank = peers.index(WORLD.own)
+        made.handle = WORLD.worker.group(number, tuple(peers))
         if not is_meeting:
             WORLD.next_number = max(WORLD.next_number, number + 1)
         return made
 
-    attributes: dict[int, Any]
-    _lost: set[int]
-
     @property
     def size(self) -> int:
-        return len(self.members)
+        return len(self.peers)
 
     def Get_rank(self) -> int:
         return self.rank
@@ -294,7 +310,7 @@ class Intracomm:
         return self.name
 
     def Get_group(self) -> UcxGroup:
-        return UcxGroup(self.members)
+        return UcxGroup(self.peers, self.world_ranks)
 
     # messages
 
@@ -331,10 +347,16 @@ class Intracomm:
         if self._losses == WORLD.worker.losses:
             return []
         self._losses = WORLD.worker.losses
-        errors = ((rank, WORLD.worker.error(WORLD.peers[member])) for rank, member in enumerate(self.members))
-        found = [(rank, why) for rank, why in errors if why and rank not in self._lost]
-        self._lost |= {rank for rank, _ in found}
+        errors = {rank: WORLD.worker.error(peer) for rank, peer in enumerate(self.peers)}
+        found = [(rank, why) for rank, why in errors.items() if why and rank not in self._lost]
+        self._lost.update(found)
         return found
+
+    def check(self) -> None:
+        """Raise PeerError if a rank is lost."""
+        self.lost()
+        for rank, why in self._lost.items():
+            raise PeerError(f"rank {rank} is lost: {why}", rank)
 
     # collectives, each by messages between all pairs of ranks
 
@@ -386,7 +408,7 @@ class Intracomm:
         duplicate = object.__new__(Intracomm)
 
         def made(parts: list[bytes]) -> None:
-            duplicate.__dict__.update(Intracomm.of(_largest(parts), self.members).__dict__)
+            duplicate.__dict__.update(Intracomm.of(_largest(parts), self.peers, self.world_ranks).__dict__)
 
         return duplicate, _agreement(self, _number(), made)
 
@@ -400,14 +422,20 @@ class Intracomm:
         parts = _agreement(self, own, lambda parts: parts).result()
         rows = [np.frombuffer(part, np.int64).tolist() for part in parts]
         chosen = sorted((row[2], rank) for rank, row in enumerate(rows) if row[1] == color)
-        return Intracomm.of(max(row[0] for row in rows), [self.members[rank] for _, rank in chosen])
+        return self._part(max(row[0] for row in rows), [rank for _, rank in chosen])
+
+    def _part(self, number: int, ranks: Sequence[int]) -> Intracomm:
+        part = self.Get_group().Incl(ranks)
+        return Intracomm.of(number, part.peers, part.world_ranks)
 
     def Split_type(self, _: object) -> Intracomm:
-        return self.Split(min(rank for rank in range(WORLD.size) if WORLD.hosts[rank] == WORLD.hosts[WORLD.rank]))
+        hosts = [WORLD.hosts[peer] for peer in self.peers]
+        return self.Split(hosts.index(hosts[self.rank]))
 
     def Create_group(self, group: UcxGroup, tag: int = 0) -> Intracomm:
         """Only its members call it. They meet in the group that has the number of the tag."""
-        meeting = Intracomm.of((1 << GROUP_BITS) - 1 - tag % (1 << GROUP_BITS - 2), group.members, is_meeting=True)
+        number = (1 << GROUP_BITS) - 2 - tag % ((1 << GROUP_BITS - 2) - 1)
+        meeting = Intracomm.of(number, group.peers, group.world_ranks, is_meeting=True)
         made = meeting.Dup()
         meeting.Free()
         return made
@@ -417,6 +445,8 @@ class Intracomm:
             self._forget(key)
         WORLD.worker.free(self.handle)
         self.handle = 0
+        if self.number < 3 << GROUP_BITS - 2:
+            WORLD.closed.append(self.number)
 
     # values that are kept with it
 
@@ -496,60 +526,76 @@ def _largest(parts: Sequence[bytes]) -> int:
 
 
 class World:
-    """All processes that have met: this one's worker, and the peers of all ranks."""
+    """What UCX is in this process: its worker, the peers to which it has connected, and the ranks of COMM_WORLD."""
 
     worker: Any = None
-    rank, size, next_number = 0, 1, 2
-    peers: list[int]
-    hosts: list[str]
+    own = 0  # the number of this process among its peers
+    next_number = 2
     is_over = False
 
-    def start(self, rank: int, size: int, share: Callable[[bytes], Sequence[bytes]]) -> None:
-        """Connect the ranks. `share` gives the bytes of all ranks for those of this one. Collective."""
+    def __init__(self) -> None:
+        self.hosts: dict[int, str] = {}  # of the peers, by their numbers
+        self.closed: deque[int] = deque(maxlen=MOST_CLOSED)  # groups for which messages may still come
+
+    def begin(self) -> None:
+        """Start UCX in this process alone, if it is not running."""
+        if self.worker is not None:
+            return
         from fompi.native._native import Worker
 
-        if size > MOST_RANKS:
-            raise LaunchError(f"UCX connects {MOST_RANKS} processes at most here, not {size}: FOMPI_CARRIER=mpi")
         loaded, _ = library()
         addresses = [ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value or 0 for name in FUNCTIONS]
         try:
-            worker = Worker(tuple(addresses))
+            self.worker = Worker(tuple(addresses))
         except ConnectionError as error:
             raise LaunchError(f"UCX does not start: {error}. UCX_LOG_LEVEL=debug says more") from None
+
+    def connect(self, address: bytes, host: str, there: int) -> int:
+        """The number of a new peer, which counts this process as `there`."""
+        number: int = self.worker.connect(address, there)
+        self.hosts[number] = host
+        return number
+
+    def start(self, rank: int, size: int, share: Callable[[bytes], Sequence[bytes]]) -> None:
+        """Connect the ranks. `share` gives the bytes of all ranks for those of this one. Collective."""
+        if size > MOST_RANKS:
+            raise LaunchError(f"UCX connects {MOST_RANKS} processes at most here, not {size}: FOMPI_CARRIER=mpi")
+        self.begin()
         host = os.uname().nodename.encode()
         try:
-            records = share(len(host).to_bytes(2, "little") + host + worker.address())
+            records = share(len(host).to_bytes(2, "little") + host + self.worker.address())
         except BaseException:  # it has not started: the program may try again
-            worker.close()
+            self.worker.close()
+            self.worker = None
             raise
-        lengths = [int.from_bytes(record[:2], "little") for record in records]
-        self.hosts = [record[2 : 2 + n].decode() for record, n in zip(records, lengths, strict=True)]
-        self.peers = [worker.connect(record[2 + n :]) for record, n in zip(records, lengths, strict=True)]
-        self.worker, self.rank, self.size = worker, rank, size
-        UCX.COMM_SELF, UCX.COMM_WORLD = Intracomm.of(0, [rank]), Intracomm.of(1, range(size))
+        for record in records:
+            n = int.from_bytes(record[:2], "little")
+            self.connect(record[2 + n :], record[2 : 2 + n].decode(), rank)
+        self.own = rank
+        UCX.COMM_SELF, UCX.COMM_WORLD = Intracomm.of(0, [rank], [rank]), Intracomm.of(1, range(size), range(size))
         UCX.COMM_SELF.name, UCX.COMM_WORLD.name = "MPI_COMM_SELF", "MPI_COMM_WORLD"
         at_exit(self.finalize)
 
     def finalize(self) -> None:
         """Wait for the others, as MPI_Finalize does, so that no message is lost. Lost ones are not awaited."""
-        if self.worker is None or self.is_over:
+        if self.is_over:
             return
         UCX.COMM_SELF.Free()
         self.is_over = True
         seconds = timeout()
-        end, others = perf_counter() + seconds, [rank for rank in range(self.size) if rank != self.rank]
+        end, others = perf_counter() + seconds, [rank for rank in range(UCX.COMM_WORLD.size) if rank != self.own]
         words = {rank: bytearray(1) for rank in others}
         with suppress(UcxError, ConnectionError):
             there = [(rank, UCX.COMM_WORLD.Isend(b"!", rank, SMALL_TAG)) for rank in others]
             back = [(rank, UCX.COMM_WORLD.Irecv(words[rank], rank, SMALL_TAG)) for rank in others]
             awaited = [*there, *back]
             while failure() is None and perf_counter() < end:
-                awaited = [(r, q) for r, q in awaited if not (q.Test() or self.worker.error(self.peers[r]))]
+                awaited = [(r, q) for r, q in awaited if not (q.Test() or self.worker.error(r))]
                 if not awaited:
                     return
                 sleep(PAUSE_SECONDS)
             if failure() is None:
-                print(f"fompi: rank {self.rank} ends: other ranks did not end within {seconds:g} s", file=sys.stderr)
+                print(f"fompi: rank {self.own} ends: other ranks did not end within {seconds:g} s", file=sys.stderr)
 
 
 WORLD = World()
@@ -593,7 +639,7 @@ class Ucx:
 
     @staticmethod
     def Is_initialized() -> bool:
-        return WORLD.worker is not None
+        return UCX.COMM_WORLD is not None
 
     @staticmethod
     def Is_finalized() -> bool:

@@ -4,8 +4,9 @@
  * Python finds the library and passes the addresses of its functions.
  *
  * A message has a tag of 64 bits: the group (22 bits), the sender (14) and the tag of the program (28). A group is a number
- * that all its members know, and their endpoints in the order of their ranks. The sender is the number of a peer, as all
- * processes count them: two groups of a process may have the same number if no other process is in both.
+ * that all its members know, and their endpoints in the order of their ranks. The sender is the number by which the
+ * receiver counts it among its peers, so two groups of a process may have the same number if no other process is in both.
+ * No group has the last number: by it processes meet that have no group yet (`tell`, `heard`).
  *
  * What is sent to a lost peer is done at once, and what it should have sent never comes: the engine of Python asks `losses`
  * and `error`, and ends the calls that wait for it. `Worker.lock` guards everything: a worker takes one thread at a time.
@@ -22,8 +23,11 @@
 #define SENDER_BITS 14
 #define ALL_BITS (~0ull)
 #define ANY_SENDER (ALL_BITS ^ (((1ull << SENDER_BITS) - 1) << TAG_BITS))
+#define ANY_OF_GROUP (ALL_BITS << (TAG_BITS + SENDER_BITS))
+#define MEETING ANY_OF_GROUP
 
 enum { IN_PROGRESS = 1, CANCELED = -16, LAST_ERROR = -100 };
+enum { MOST_ROUNDS = 100000, MOST_WORDS = 4096 };
 
 typedef struct {
     uint64_t mask, features;
@@ -57,6 +61,7 @@ typedef struct { /* in the order in which Python passes them: `FUNCTIONS` of fom
     signed char (*get_address)(void *, void **, size_t *);
     void (*release_address)(void *, void *);
     signed char (*make_endpoint)(void *, const EndpointParams *, void **);
+    void *(*close_endpoint)(void *, const RequestParams *);
     void *(*send)(void *, const void *, size_t, uint64_t, const RequestParams *);
     void *(*send_sync)(void *, const void *, size_t, uint64_t, const RequestParams *);
     void *(*receive)(void *, void *, size_t, uint64_t, uint64_t, const RequestParams *);
@@ -72,9 +77,11 @@ typedef struct { /* in the order in which Python passes them: `FUNCTIONS` of fom
 } Functions;
 
 typedef struct Endpoint { /* of one peer: it stays at its address, which UCX passes to `lost` */
-    void *ucx;
-    int error;     /* why the peer is lost, as a positive number. 0: it is not */
-    long *losses;  /* of the worker */
+    void *ucx;             /* NULL: it is closed */
+    int error;             /* why the peer is lost, as a positive number. 0: it is not */
+    int here, there;       /* its number among the peers of this process, and the number of this process among its own */
+    int n_groups, n_sends; /* that need it */
+    long *losses;          /* of the worker */
 } Endpoint;
 
 typedef struct {
@@ -90,11 +97,8 @@ typedef struct {
 typedef struct { /* the handle of a communicator */
     Worker *worker;
     uint64_t number;
-    int size, own; /* the number of this process among the peers */
-    struct {
-        Endpoint *endpoint;
-        int number;
-    } peers[];
+    int size;
+    Endpoint *peers[];
 } Group;
 
 typedef struct { /* a request that is not done */
@@ -135,19 +139,25 @@ static int begun(Worker *w, void *ucx, Endpoint *dest, Request **request) {
     Request *made = malloc(sizeof *made);
     if (!made) return 4; /* no memory */
     made->worker = w, made->ucx = ucx, made->dest = dest;
+    if (dest) dest->n_sends++;
     *request = made;
     return 0;
 }
 
 static int send_to(Group *g, const void *data, size_t nbytes, int dest, int tag, int is_sync, Request **request) {
     Worker *w = g->worker;
-    Endpoint *peer = g->peers[dest].endpoint;
+    Endpoint *peer = g->peers[dest];
     pthread_mutex_lock(&w->lock);
     void *ucx = NULL;
-    if (!peer->error) ucx = (is_sync ? w->ucx.send_sync : w->ucx.send)(peer->ucx, data, nbytes, tag_of(g, g->own, tag), &plain);
+    if (!peer->error) ucx = (is_sync ? w->ucx.send_sync : w->ucx.send)(peer->ucx, data, nbytes, tag_of(g, peer->there, tag), &plain);
     int error = begun(w, ucx, peer, request);
     pthread_mutex_unlock(&w->lock);
     return error;
+}
+
+/* Nobody needs a closed endpoint any more: it may go. */
+static void drop(Endpoint *peer) {
+    if (!peer->ucx && !peer->n_groups && !peer->n_sends) free(peer);
 }
 
 /* What has become of a request: done (1), not yet (0), or an error (negative). Frees what is done. Progress was made. */
@@ -160,6 +170,10 @@ static int look(Request **request) {
     if (status == IN_PROGRESS) return 0;
     if (status == CANCELED || (r->dest && r->dest->error)) status = 0;
     w->ucx.free_request(r->ucx);
+    if (r->dest) {
+        r->dest->n_sends--;
+        drop(r->dest);
+    }
     free(r);
     *request = NULL;
     return status ? status : 1;
@@ -182,7 +196,7 @@ static int ucx_irecv(void *data, int nbytes, intptr_t type, int source, int tag,
     Worker *w = g->worker;
     (void)type;
     pthread_mutex_lock(&w->lock);
-    uint64_t wanted = tag_of(g, g->peers[source].number, tag);
+    uint64_t wanted = tag_of(g, g->peers[source]->here, tag);
     int error = begun(w, w->ucx.receive(w->worker, data, (size_t)nbytes, wanted, ALL_BITS, &plain), NULL, request);
     pthread_mutex_unlock(&w->lock);
     return error;
@@ -214,6 +228,15 @@ static int ucx_test(void *request, int *is_done, void *status) {
 }
 
 /* ------------------------------------------------------------------------------------------------ Worker */
+
+/* Progress until `ucx`, a request or what stands for one, is done: 1 if it is, 0 with an error, -1 if it does not end. */
+static int ends(Worker *w, void *ucx) {
+    int status = IN_PROGRESS;
+    if (!ucx || is_error(ucx)) return !ucx;
+    for (int k = 0; k < MOST_ROUNDS && (status = w->ucx.check(ucx)) == IN_PROGRESS; k++) w->ucx.progress(w->worker);
+    w->ucx.free_request(ucx);
+    return status == IN_PROGRESS ? -1 : !status;
+}
 
 static PyObject *failed(const Worker *w, int error) {
     PyErr_Format(PyExc_ConnectionError, "%s", w->ucx.status_string((signed char)-error));
@@ -265,20 +288,24 @@ static PyObject *worker_address(PyObject *self, PyObject *nothing) {
     return made;
 }
 
+/* connect(address, there): the lowest number that no peer has. */
 static PyObject *worker_connect(PyObject *self, PyObject *args) {
     Worker *w = (Worker *)self;
     const char *address;
-    Py_ssize_t nbytes;
-    if (!PyArg_ParseTuple(args, "y#", &address, &nbytes)) return NULL;
-    if (w->n_peers >> SENDER_BITS) return PyErr_Format(PyExc_ValueError, "more than %d peers", 1 << SENDER_BITS);
-    Endpoint **peers = realloc(w->peers, (size_t)(w->n_peers + 1) * sizeof *peers), *peer = calloc(1, sizeof *peer);
+    Py_ssize_t nbytes, number = 0;
+    int there;
+    if (!PyArg_ParseTuple(args, "y#i", &address, &nbytes, &there)) return NULL;
+    while (number < w->n_peers && w->peers[number]) number++;
+    if (number >> SENDER_BITS) return PyErr_Format(PyExc_ValueError, "more than %d peers", 1 << SENDER_BITS);
+    Endpoint **peers = number < w->n_peers ? w->peers : realloc(w->peers, (size_t)(number + 1) * sizeof *peers);
+    Endpoint *peer = calloc(1, sizeof *peer);
     if (peers) w->peers = peers;
     if (!peers || !peer) {
         free(peer);
         return PyErr_NoMemory();
     }
     EndpointParams params = {.mask = 1 | 2 | 4, .address = address, .error_mode = 1, .on_error = lost, .argument = peer};
-    peer->losses = &w->losses;
+    peer->losses = &w->losses, peer->here = (int)number, peer->there = there;
     pthread_mutex_lock(&w->lock);
     int status = w->ucx.make_endpoint(w->worker, &params, &peer->ucx);
     pthread_mutex_unlock(&w->lock);
@@ -286,8 +313,9 @@ static PyObject *worker_connect(PyObject *self, PyObject *args) {
         free(peer);
         return failed(w, -status);
     }
-    w->peers[w->n_peers] = peer;
-    return PyLong_FromSsize_t(w->n_peers++);
+    w->peers[number] = peer;
+    if (number == w->n_peers) w->n_peers++;
+    return PyLong_FromSsize_t(number);
 }
 
 static Endpoint *peer_of(Worker *w, Py_ssize_t number) {
@@ -304,26 +332,58 @@ static PyObject *worker_error(PyObject *self, PyObject *args) {
     return PyUnicode_FromString(peer->error ? w->ucx.status_string((signed char)-peer->error) : "");
 }
 
+/* known_as(peer, there): it has said by which number it counts this process. */
+static PyObject *worker_known_as(PyObject *self, PyObject *args) {
+    Py_ssize_t number;
+    int there;
+    Endpoint *peer;
+    if (!PyArg_ParseTuple(args, "ni", &number, &there) || !(peer = peer_of((Worker *)self, number))) return NULL;
+    if (there < 0 || there >> SENDER_BITS) return PyErr_Format(PyExc_ValueError, "there is no peer %d", there);
+    peer->there = there;
+    Py_RETURN_NONE;
+}
+
+/* disconnect(peer): True if it is closed, False if a group needs it. */
+static PyObject *worker_disconnect(PyObject *self, PyObject *args) {
+    Worker *w = (Worker *)self;
+    Py_ssize_t number;
+    Endpoint *peer;
+    RequestParams force = {.mask = 16, .flags = 1};
+    if (!PyArg_ParseTuple(args, "n", &number) || !(peer = peer_of(w, number))) return NULL;
+    if (peer->n_groups) Py_RETURN_FALSE;
+    pthread_mutex_lock(&w->lock);
+    ends(w, w->ucx.close_endpoint(peer->ucx, &force));
+    peer->ucx = NULL, peer->error = peer->error ? peer->error : -CANCELED;
+    w->peers[number] = NULL;
+    drop(peer);
+    pthread_mutex_unlock(&w->lock);
+    Py_RETURN_TRUE;
+}
+
+static void free_group(Group *g) {
+    for (int k = 0; k < g->size; k++)
+        if (g->peers[k]) g->peers[k]->n_groups--;
+    free(g);
+}
+
 static PyObject *worker_group(PyObject *self, PyObject *args) {
     Worker *w = (Worker *)self;
     unsigned long long number;
-    int rank;
     PyObject *peers;
-    if (!PyArg_ParseTuple(args, "KiO!", &number, &rank, &PyTuple_Type, &peers)) return NULL;
+    if (!PyArg_ParseTuple(args, "KO!", &number, &PyTuple_Type, &peers)) return NULL;
     Py_ssize_t size = PyTuple_Size(peers);
-    if (number >> (64 - TAG_BITS - SENDER_BITS) || rank < 0 || rank >= size)
-        return PyErr_Format(PyExc_ValueError, "there is no rank %d of %zd in the group %llu", rank, size, number);
+    if (number >= MEETING >> (TAG_BITS + SENDER_BITS)) return PyErr_Format(PyExc_ValueError, "no group has the number %llu", number);
     Group *g = calloc(1, sizeof *g + (size_t)size * sizeof *g->peers);
     if (!g) return PyErr_NoMemory();
     g->worker = w, g->number = number, g->size = (int)size;
     for (Py_ssize_t k = 0; k < size; k++) {
-        g->peers[k].number = (int)PyLong_AsSsize_t(PyTuple_GetItem(peers, k));
-        if (!(g->peers[k].endpoint = peer_of(w, g->peers[k].number))) {
-            free(g);
+        g->peers[k] = peer_of(w, PyLong_AsSsize_t(PyTuple_GetItem(peers, k)));
+        if (!g->peers[k]) {
+            free_group(g);
             return NULL;
         }
+        g->peers[k]->n_groups++;
     }
-    g->own = g->peers[rank].number;
     return PyLong_FromVoidPtr(g);
 }
 
@@ -331,7 +391,7 @@ static PyObject *worker_free(PyObject *self, PyObject *args) {
     unsigned long long group;
     (void)self;
     if (!PyArg_ParseTuple(args, "K", &group)) return NULL;
-    free((Group *)(uintptr_t)group);
+    free_group((Group *)(uintptr_t)group);
     Py_RETURN_NONE;
 }
 
@@ -364,7 +424,7 @@ static PyObject *worker_receive(PyObject *self, PyObject *args) {
     pthread_mutex_lock(&w->lock);
     void *probed = (void *)(uintptr_t)message;
     void *ucx = probed ? w->ucx.receive_probed(w->worker, view.buf, (size_t)view.len, probed, &plain)
-                       : w->ucx.receive(w->worker, view.buf, (size_t)view.len, tag_of(g, g->peers[source].number, tag),
+                       : w->ucx.receive(w->worker, view.buf, (size_t)view.len, tag_of(g, g->peers[source]->here, tag),
                                         ALL_BITS, &plain);
     int error = begun(w, ucx, NULL, &request);
     pthread_mutex_unlock(&w->lock);
@@ -382,13 +442,64 @@ static PyObject *worker_probe(PyObject *self, PyObject *args) {
     Group *g = (Group *)(uintptr_t)group;
     pthread_mutex_lock(&w->lock);
     w->ucx.progress(w->worker);
-    uint64_t wanted = tag_of(g, source < 0 ? 0 : g->peers[source].number, tag), mask = source < 0 ? ANY_SENDER : ALL_BITS;
+    uint64_t wanted = tag_of(g, source < 0 ? 0 : g->peers[source]->here, tag), mask = source < 0 ? ANY_SENDER : ALL_BITS;
     void *message = w->ucx.probe(w->worker, wanted, mask, takes, &info);
     pthread_mutex_unlock(&w->lock);
     if (!message) Py_RETURN_NONE;
     int number = (int)(info.tag >> TAG_BITS & ((1u << SENDER_BITS) - 1)), sender = 0;
-    while (sender < g->size - 1 && g->peers[sender].number != number) sender++;
+    while (sender < g->size - 1 && g->peers[sender]->here != number) sender++;
     return Py_BuildValue("(Kin)", takes ? (unsigned long long)(uintptr_t)message : 0, sender, (Py_ssize_t)info.nbytes);
+}
+
+/* tell(peer, data): to a process that has no group with this one. */
+static PyObject *worker_tell(PyObject *self, PyObject *args) {
+    Worker *w = (Worker *)self;
+    Py_ssize_t number, nbytes;
+    const char *data;
+    Endpoint *peer;
+    Request *request;
+    if (!PyArg_ParseTuple(args, "ny#", &number, &data, &nbytes) || !(peer = peer_of(w, number))) return NULL;
+    pthread_mutex_lock(&w->lock);
+    int error = begun(w, peer->error ? NULL : w->ucx.send(peer->ucx, data, (size_t)nbytes, MEETING, &plain), peer, &request);
+    pthread_mutex_unlock(&w->lock);
+    return error ? failed(w, error) : PyLong_FromVoidPtr(request);
+}
+
+/* heard(): what some process has told this one, or None. What is longer than a word of a member is nothing. */
+static PyObject *worker_heard(PyObject *self, PyObject *nothing) {
+    Worker *w = (Worker *)self;
+    TagInfo info;
+    char *word = malloc(MOST_WORDS);
+    (void)nothing;
+    if (!word) return PyErr_NoMemory();
+    pthread_mutex_lock(&w->lock);
+    w->ucx.progress(w->worker);
+    void *message = w->ucx.probe(w->worker, MEETING, ANY_OF_GROUP, 1, &info);
+    int is_whole = message ? ends(w, w->ucx.receive_probed(w->worker, word, MOST_WORDS, message, &plain)) : 0;
+    pthread_mutex_unlock(&w->lock);
+    PyObject *heard = PyBytes_FromStringAndSize(word, is_whole > 0 ? (Py_ssize_t)info.nbytes : 0);
+    if (is_whole >= 0) free(word); /* else it may still be written to */
+    if (message) return heard;
+    Py_XDECREF(heard);
+    Py_RETURN_NONE;
+}
+
+/* discard(number): the messages of a group that is gone. Returns how many there were. */
+static PyObject *worker_discard(PyObject *self, PyObject *args) {
+    Worker *w = (Worker *)self;
+    unsigned long long number;
+    TagInfo info;
+    void *message;
+    long count = 0;
+    if (!PyArg_ParseTuple(args, "K", &number)) return NULL;
+    pthread_mutex_lock(&w->lock);
+    w->ucx.progress(w->worker);
+    while ((message = w->ucx.probe(w->worker, number << (TAG_BITS + SENDER_BITS), ANY_OF_GROUP, 1, &info))) {
+        ends(w, w->ucx.receive_probed(w->worker, NULL, 0, message, &plain)); /* it is cut off, and its sender goes on */
+        count++;
+    }
+    pthread_mutex_unlock(&w->lock);
+    return PyLong_FromLong(count);
 }
 
 /* testsome([requests]): the indices of those that are done, which are freed. Raises ConnectionError, with nothing lost. */
@@ -460,13 +571,18 @@ static PyMemberDef members[] = {
 };
 static PyMethodDef methods[] = {
     {"address", worker_address, METH_NOARGS, "address(): by which others connect to this worker."},
-    {"connect", worker_connect, METH_VARARGS, "connect(address): the number of a new peer."},
+    {"connect", worker_connect, METH_VARARGS, "connect(address, there): the number of a new peer, which counts this process as `there`."},
+    {"known_as", worker_known_as, METH_VARARGS, "known_as(peer, there): it counts this process as `there`."},
+    {"disconnect", worker_disconnect, METH_VARARGS, "disconnect(peer): False if a group needs it."},
     {"error", worker_error, METH_VARARGS, "error(peer): why it is lost, or \"\"."},
-    {"group", worker_group, METH_VARARGS, "group(number, rank, (peers)): the handle of a group."},
+    {"group", worker_group, METH_VARARGS, "group(number, (peers)): the handle of a group."},
     {"free", worker_free, METH_VARARGS, "free(group): it has no message in flight."},
     {"send", worker_send, METH_VARARGS, "send(group, data, dest, tag, is_sync): a request, 0 if it is done."},
     {"receive", worker_receive, METH_VARARGS, "receive(group, data, source, tag, message): a request, 0 if it is done."},
     {"probe", worker_probe, METH_VARARGS, "probe(group, source, tag, takes): (message, sender, bytes), or None."},
+    {"tell", worker_tell, METH_VARARGS, "tell(peer, data): a request, 0 if it is done."},
+    {"heard", worker_heard, METH_NOARGS, "heard(): what a process has told this one, or None."},
+    {"discard", worker_discard, METH_VARARGS, "discard(number): the messages of a group that is gone."},
     {"testsome", worker_testsome, METH_VARARGS, "testsome([requests]): ([indices of those that are done], an error or \"\")."},
     {"cancel", worker_cancel, METH_VARARGS, "cancel(request)"},
     {"why", worker_why, METH_VARARGS, "why(error): the error of a function in C, in words."},

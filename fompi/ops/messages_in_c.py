@@ -17,7 +17,6 @@ import numpy as np
 
 from fompi.engine.communicator import Communicator
 from fompi.engine.in_flight import EAGER_NBYTES, FINISHED
-from fompi.engine.native import engine as engine_in_c
 from fompi.engine.tasks import DONE, Task
 from fompi.runtime.lower import message_table
 from fompi.runtime.native_run import STALL_SECONDS, InC, called, seconds_in_c
@@ -41,7 +40,7 @@ class Packet:
         self.header = np.frombuffer(form.header, np.uint8)
         if form.is_send:
             self.packet[: len(self.header)] = self.header
-        self.call = called(engine_in_c().library, form.table, form.comm, True)
+        self.call = called(form.comm.library, form.table, form.comm, True)
         self.call.place(np.array([self.packet.ctypes.data, 0, self.header.ctypes.data], np.uint64))
         self.call.form(np.array([1], np.int32), 0, 8)
 
@@ -92,7 +91,7 @@ def may_be_in_c(comm: Communicator, peer: int, nbytes: int) -> bool:
     """True if a message of this many bytes to or from this rank may be carried out by C."""
     engine = comm.engine
     return (
-        engine_in_c().library is not None
+        comm.library is not None
         and peer != comm.rank
         and comm.urgency is None
         and comm.recording is None

@@ -25,7 +25,6 @@ from fompi.base.layout import CARRIERS, ITEMSIZE, Extents, Slices
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import HEADER_NBYTES, Agreement, carried, packet_nbytes, presumption
 from fompi.engine.in_flight import FINISHED
-from fompi.engine.native import engine as engine_in_c
 from fompi.engine.tasks import DONE, HANDSHAKE, Sent, Task
 from fompi.ops.arguments import Arguments, LocalCall, names_of
 from fompi.plans.plan import MESSAGE_BITS
@@ -69,7 +68,7 @@ def form_of(
     counts = arguments.counts
     if counts is not None and local.problem.moves == "all_to_all" and len({*counts}) > 1:
         return None  # they are others at every call
-    if comm.urgency is not None or engine_in_c().library is None:
+    if comm.urgency is not None or comm.library is None:
         return None
     if comm.backend is not None and (local.in_place or not is_for_c(comm.backend)):
         return None
@@ -122,7 +121,7 @@ class Memory:
 
     def __init__(self, ticket: Ticket, made: Lowered):
         comm, table, packet = ticket.comm, made.agreed.table, packet_nbytes(ticket.comm.size)
-        self.call = made_call(engine_in_c().library, table, comm, ticket.program, ticket.sized)
+        self.call = made_call(comm.library, table, comm, ticket.program, ticket.sized)
         self.headers = np.zeros((3, comm.size, packet), np.uint8)
         self.fields = self.headers.view(np.int64)[:, :, : HEADER_NBYTES // 8]
         own, expected = made.headers

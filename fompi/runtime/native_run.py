@@ -18,7 +18,6 @@ from fompi.backends.numpy import Numpy
 from fompi.engine.communicator import Communicator
 from fompi.engine.engine import Engine
 from fompi.engine.in_flight import FINISHED, GOES_ON, HAS_KERNELS, STALLED
-from fompi.engine.native import engine
 from fompi.engine.tasks import Task
 from fompi.mpi.transport import start_mpi
 from fompi.runtime.compiled import Compiled, Sized
@@ -125,7 +124,7 @@ class InC(Task):
         self._heir: Task | None = None
         self._left_at = perf_counter()  # when the program went on with other work; 0: it has waited since
         self._enter()
-        comm.engine.in_c(self, engine().library)
+        comm.engine.in_c(self, comm.library)
 
     def _enter(self) -> None:
         """From now on this is what does the call."""
@@ -278,7 +277,7 @@ def native_call(
     compiled: Compiled, sized: Sized, comm: Communicator, backend: Any, kernels: Collection[str] = ()
 ) -> NativeCall | None:
     """The program with these rows as a call in C. None: it must run in Python. These `kernels` are Python's."""
-    library = engine().library
+    library = comm.library
     if library is None or comm.size == 1 or comm.urgency is not None or not is_for_c(backend):
         return None
     made = table(compiled, sized, comm.most_nbytes, kernels)

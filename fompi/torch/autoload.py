@@ -35,7 +35,7 @@ def register() -> None:
 
 
 def _create(*options: Any) -> Any:
-    return import_module("fompi.torch.process_group").create(*options)
+    return import_module("fompi.torch.creation").create(*options)
 
 
 def _meet(*args: Any, **options: Any) -> Any:

@@ -83,6 +83,9 @@ BACKEND: Any = c10d.Backend if release(torch.__version__) >= (2, 14) else None
 """The base class of a backend for one device of a group. Before torch 2.14, Python cannot make one."""
 
 
+ERROR_TYPE: Any = getattr(c10d, "ErrorType", None)
+"""What `get_error` of a group says, from torch 2.14 on."""
+
 KEEPS_WORK = release(torch.__version__) >= (2, 8)
 """True if torch keeps the Python half of a Work as long as its C++ half, which waits for the call."""
 

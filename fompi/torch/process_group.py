@@ -18,12 +18,10 @@ The methods have the names of torch 2.13, and those of 2.6 to 2.12 as aliases. W
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache, partial, wraps
-from importlib import import_module
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,17 +31,14 @@ from torch import Tensor
 
 from fompi.base.errors import (
     DtypeError,
-    LaunchError,
     LayoutError,
-    MismatchError,
     ShapeError,
     StateError,
     WaitTimeout,
 )
 from fompi.engine.communicator import Communicator
 from fompi.engine.tasks import DONE
-from fompi.mpi import environment, launcher, transport
-from fompi.mpi.link import of_members
+from fompi.mpi import environment, launcher
 from fompi.ops import messages, operations
 from fompi.ops.arguments import SUMS
 from fompi.ops.keys import Shortcuts, known_call, place_of
@@ -51,8 +46,6 @@ from fompi.ops.message_forms import PlainMemory, said_of
 from fompi.tensors import dlpack
 from fompi.torch import private, streams
 from fompi.torch.memory import copy_parts, flat, is_place_for, joined, place_for, rows
-from fompi.torch.parameters import forms
-from fompi.torch.store import own_connection, seconds_to_start
 from fompi.torch.work import FromAnyone, Landed, Work, in_words_of_torch
 
 MEETING, MONITORED = messages.MOST_TAG, messages.MOST_TAG - 1
@@ -179,13 +172,18 @@ class Collectives:
 
     def __init__(self, comm: Communicator, name: str, store: Any, timeout: timedelta):
         super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]
-        self.comm, self._name, self._desc, self._store = comm, name, "", store
+        self._name, self._desc, self._store = name, "", store
         self.order = "any"  # of sums (`fompi.torch.ordered`)
         self._parts: list[Work] | None = None  # the calls since `_start_coalescing`
         self._ones = torch.ones(1, dtype=torch.int32)  # what barriers send
+        self._use(comm)
+        self.set_timeout(timeout)
+
+    def _use(self, comm: Communicator) -> None:
+        """From now on its ranks are those of the group."""
+        self.comm = comm
         self._shortcuts, self._forms = Shortcuts(), dict[Hashable, tuple[str, bytes, int]]()
         self._reports: dict[int, Any] = {}  # receives of `monitored_barrier` that are still in flight
-        self.set_timeout(timeout)
 
     # -- how calls begin
     def _start(
@@ -196,6 +194,7 @@ class Collectives:
             options["order"] = self.order
         how = _How(operation, options.pop("counts", None), words, arriving, options)
         try:
+            self.comm.check()
             call = known_call(operation.name, args, options, how.compared)
             self._shortcuts.learn(self.comm, call, how)
             arguments, call_options = how.read(args, self.comm)
@@ -665,14 +664,14 @@ class Collectives:
 
     def shutdown(self) -> None:
         """Finish the calls in flight and close the communicator. Collective over the group."""
-        _KEPT.discard(self)
+        KEPT.discard(self)
         for report in self._reports.values():  # nobody sends it: a barrier has failed
             report.give_up()
         self.comm.close()
 
     def abort(self) -> None:
         """Close the group on this rank alone: waits of the other ranks for it end with an error."""
-        _KEPT.discard(self)
+        KEPT.discard(self)
         error = StateError("the group was aborted")
         self.comm.__exit__(type(error), error, None)
 
@@ -715,7 +714,7 @@ if private.BACKEND is not None:
             )
 
 
-_KEPT: set[Any] = set()
+KEPT: set[Any] = set()
 """The backends in use. The C++ half of a Backend does not keep its Python half alive."""
 
 
@@ -774,95 +773,3 @@ def _received(tensors: Sequence[Tensor]) -> Callable[..., None]:
                 t.data.copy_(y.view(t.shape))
 
     return finish
-
-
-# ----------------------------------------------------------------------------------------------------------- creation
-
-
-def create(opts: Any, _: Any = None) -> Any:
-    """The group of torch's `init_process_group("fompi")` or `new_group`. Only its members call it.
-
-    Raises LaunchError if torch and MPI number the ranks differently or this torch has one backend for all devices of a
-    group, and DistBackendError if a member does not come.
-    """
-    by_device = private.backends_of_new_group()
-    has_others = len(set(by_device.values())) > 1
-    if has_others and OfDevices is None:
-        text = ",".join(f"{device}:{backend}" for device, backend in by_device.items())
-        raise LaunchError(
-            f"the backend {text!r} needs torch 2.14 or later, but this is {torch.__version__}: before, a backend in "
-            'Python has all devices of a group. Use init_process_group("fompi"), or another backend with '
-            'new_group(backend="fompi") besides'
-        )
-    ranks, name, seconds = list(opts.global_ranks_in_group), str(opts.group_id), seconds_to_start(opts.timeout)
-    if not ranks or len(ranks) == dist.get_world_size():
-        transport.start_by_store(partial(own_connection, opts.store), opts.group_rank, opts.group_size, seconds)
-    if ranks:
-        members = of_members(ranks, _meet_members(ranks, zlib.crc32(name.encode()) % 30000, seconds))
-        comm = Communicator(members, f"torch {name}", seconds=seconds)
-        members.Free()
-    else:
-        comm = Communicator(None, "torch", seconds=seconds)
-    refusal = None
-    if (comm.rank, comm.size) != (opts.group_rank, opts.group_size):
-        refusal = LaunchError(
-            f"torch has rank {opts.group_rank} of {opts.group_size} here, but MPI has rank {comm.rank} of {comm.size}: "
-            + (
-                "leave out rank and world_size, or give them as MPI numbers the ranks (also RANK and WORLD_SIZE)"
-                if comm.size > 1
-                else "MPI has started before, alone. Call init_process_group before anything that starts MPI, or start "
-                "with mpirun or torchrun. Lightning starts MPI to look for it: give it plugins=[LightningEnvironment()]"
-            )
-        )
-    comm.agree(f"a group of torch of {ranks or 'all ranks'}", refusal)
-    if not _KEPT:
-        _prepare_wrappers()
-    made = (OfDevices if has_others else Group)(comm, name, opts.store, opts.timeout)
-    _KEPT.add(made)
-    return made
-
-
-@cache
-def _prepare_wrappers() -> None:
-    """FSDP2 over these groups communicates behind computation, and DDP says which parameter differs, unasked."""
-
-    def compare(wrapper: Any, module: torch.nn.Module) -> None:
-        if (group := private.with_communicator(wrapper.process_group)) is not None:
-            group.comm.agree(f"DistributedDataParallel of torch{forms(module, wrapper.parameters_to_ignore)}")
-
-    private.before_ddp_compares(compare)
-    private.at_first_forward(lambda model: import_module("fompi.torch.fully_sharded").by_default(model))
-
-
-def _meet_members(ranks: Sequence[int], tag: int, seconds: float) -> int:
-    """Wait until all members are here, at most `seconds`: MPI makes their communicator without a deadline.
-
-    Returns the `tag` of the first member, for all of them: with `use_local_synchronization` torch may give a group
-    another name on each rank. Raises MismatchError on all members if they mean different groups.
-    """
-    world = private.with_communicator(dist.group.WORLD)
-    if world is None:
-        return tag
-    what, root, here = f"new_group of ranks {list(ranks)}", ranks[0], world.comm.rank
-    others = [rank for rank in ranks if rank != root] if here == root else [root]
-    note = np.array([zlib.crc32(what.encode()), tag])
-    sends = [] if here == root else [world._start(messages.send, note, root, tag=MEETING)]
-    receives = [world._start(messages.recv, rank, tag=MEETING) for rank in others]
-    try:
-        Work(what, world.comm, [*sends, *receives]).wait(timedelta(seconds=seconds))
-    except dist.DistBackendError as error:
-        late = [str(rank) for rank, receive in zip(others, receives, strict=True) if not receive.done()]
-        if not late or not isinstance(error.__cause__, WaitTimeout):
-            raise
-        for receive in receives:
-            receive.give_up()
-        words = f"waited {launcher.in_seconds(seconds)} for rank {', '.join(late)} to call it: all ranks of it must"
-        raise in_words_of_torch(WaitTimeout(words), what) from error
-    notes = [receive.result for receive in receives]
-    other = [rank for rank, (group, _) in zip(others, notes, strict=True) if group != note[0]]
-    if here == root:
-        answer = np.array([-1, tag]) if other else note
-        Work(what, world.comm, [world._start(messages.send, answer, rank, tag=MEETING) for rank in others]).wait()
-    if other:
-        raise MismatchError(f"{what}: rank {other[0]} makes another group, or a member does: use the same order")
-    return tag if here == root else int(notes[0][1])

@@ -120,6 +120,6 @@ def test_a_library_of_this_process_comes_first(monkeypatch, tmp_path):
 
 
 def test_ranks_of_a_group_are_translated():
-    world, some = ucx.UcxGroup((0, 1, 2, 3)), ucx.UcxGroup((3, 1))
-    assert some.Translate_ranks(None, world) == [3, 1] and some.Incl([1]).members == (1,)
+    world, some = ucx.UcxGroup((0, 1, 2, 3), (0, 1, 2, 3)), ucx.UcxGroup((3, 1), (3, 1))
+    assert some.Translate_ranks(None, world) == [3, 1] and some.Incl([1]).peers == [1]
     assert some.Translate_ranks([1], world) == [1]
