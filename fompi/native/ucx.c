@@ -26,7 +26,7 @@
 #define ANY_OF_GROUP (ALL_BITS << (TAG_BITS + SENDER_BITS))
 #define MEETING ANY_OF_GROUP
 
-enum { IN_PROGRESS = 1, CANCELED = -16, LAST_ERROR = -100 };
+enum { IN_PROGRESS = 1, TRUNCATED = -9, CANCELED = -16, LAST_ERROR = -100 };
 enum { MOST_ROUNDS = 100000, MOST_WORDS = 4096 };
 
 typedef struct {
@@ -77,11 +77,11 @@ typedef struct { /* in the order in which Python passes them: `FUNCTIONS` of fom
 } Functions;
 
 typedef struct Endpoint { /* of one peer: it stays at its address, which UCX passes to `lost` */
-    void *ucx;             /* NULL: it is closed */
-    int error;             /* why the peer is lost, as a positive number. 0: it is not */
-    int here, there;       /* its number among the peers of this process, and the number of this process among its own */
-    int n_groups, n_sends; /* that need it */
-    long *losses;          /* of the worker */
+    void *ucx;                /* NULL: it is closed */
+    int error;                /* why the peer is lost, as a positive number. 0: it is not */
+    int here, there;          /* its number among the peers of this process, and the number of this process among its own */
+    int n_groups, n_requests; /* that need it */
+    long *losses;             /* of the worker */
 } Endpoint;
 
 typedef struct {
@@ -103,8 +103,9 @@ typedef struct { /* the handle of a communicator */
 
 typedef struct { /* a request that is not done */
     Worker *worker; /* not the group, which may have been freed: nobody waits for some of its messages */
-    void *ucx;
-    Endpoint *dest; /* of a send, else NULL */
+    void *ucx;      /* NULL: what it receives never comes */
+    Endpoint *peer; /* NULL: some */
+    int is_send, is_cancelled;
 } Request;
 
 #define PENDING ((Request *)1) /* a request that Python tests itself */
@@ -128,18 +129,18 @@ static void lost(void *argument, void *endpoint, signed char status) {
  *
  * A peer to which nothing can be sent is lost, also if UCX has not said so yet.
  */
-static int begun(Worker *w, void *ucx, Endpoint *dest, Request **request) {
+static int begun(Worker *w, void *ucx, Endpoint *peer, int is_send, Request **request) {
     *request = NULL;
     if (is_error(ucx)) {
-        if (!dest) return -(int)(intptr_t)ucx;
-        if (!dest->error) lost(dest, NULL, (signed char)(intptr_t)ucx);
+        if (!is_send) return -(int)(intptr_t)ucx;
+        if (!peer->error) lost(peer, NULL, (signed char)(intptr_t)ucx);
         return 0;
     }
     if (!ucx) return 0;
     Request *made = malloc(sizeof *made);
     if (!made) return 4; /* no memory */
-    made->worker = w, made->ucx = ucx, made->dest = dest;
-    if (dest) dest->n_sends++;
+    made->worker = w, made->ucx = ucx, made->peer = peer, made->is_send = is_send, made->is_cancelled = 0;
+    if (peer) peer->n_requests++;
     *request = made;
     return 0;
 }
@@ -150,14 +151,24 @@ static int send_to(Group *g, const void *data, size_t nbytes, int dest, int tag,
     pthread_mutex_lock(&w->lock);
     void *ucx = NULL;
     if (!peer->error) ucx = (is_sync ? w->ucx.send_sync : w->ucx.send)(peer->ucx, data, nbytes, tag_of(g, peer->there, tag), &plain);
-    int error = begun(w, ucx, peer, request);
+    int error = begun(w, ucx, peer, 1, request);
     pthread_mutex_unlock(&w->lock);
     return error;
 }
 
 /* Nobody needs a closed endpoint any more: it may go. */
 static void drop(Endpoint *peer) {
-    if (!peer->ucx && !peer->n_groups && !peer->n_sends) free(peer);
+    if (!peer->ucx && !peer->n_groups && !peer->n_requests) free(peer);
+}
+
+static void forget(Request **request) {
+    Request *r = *request;
+    if (r->peer) {
+        r->peer->n_requests--;
+        drop(r->peer);
+    }
+    free(r);
+    *request = NULL;
 }
 
 /* What has become of a request: done (1), not yet (0), or an error (negative). Frees what is done. Progress was made. */
@@ -166,17 +177,17 @@ static int look(Request **request) {
     if (!r) return 1;
     if (r == PENDING) return 0;
     Worker *w = r->worker;
-    int status = w->ucx.check(r->ucx);
+    int status = r->ucx ? w->ucx.check(r->ucx) : r->is_cancelled ? 0 : IN_PROGRESS;
     if (status == IN_PROGRESS) return 0;
-    if (status == CANCELED || (r->dest && r->dest->error)) status = 0;
-    w->ucx.free_request(r->ucx);
-    if (r->dest) {
-        r->dest->n_sends--;
-        drop(r->dest);
+    if (r->ucx) w->ucx.free_request(r->ucx);
+    r->ucx = NULL;
+    if (status && status != CANCELED && status != TRUNCATED && r->peer) {
+        if (!r->peer->error) lost(r->peer, NULL, (signed char)status);
+        if (!r->is_send) return 0;
+        status = 0;
     }
-    free(r);
-    *request = NULL;
-    return status ? status : 1;
+    forget(request);
+    return status && status != CANCELED ? status : 1;
 }
 
 /* ------------------------------------------------------------------------------------------------ as MPI has them */
@@ -197,7 +208,8 @@ static int ucx_irecv(void *data, int nbytes, intptr_t type, int source, int tag,
     (void)type;
     pthread_mutex_lock(&w->lock);
     uint64_t wanted = tag_of(g, g->peers[source]->here, tag);
-    int error = begun(w, w->ucx.receive(w->worker, data, (size_t)nbytes, wanted, ALL_BITS, &plain), NULL, request);
+    void *ucx = w->ucx.receive(w->worker, data, (size_t)nbytes, wanted, ALL_BITS, &plain);
+    int error = begun(w, ucx, g->peers[source], 0, request);
     pthread_mutex_unlock(&w->lock);
     return error;
 }
@@ -426,7 +438,7 @@ static PyObject *worker_receive(PyObject *self, PyObject *args) {
     void *ucx = probed ? w->ucx.receive_probed(w->worker, view.buf, (size_t)view.len, probed, &plain)
                        : w->ucx.receive(w->worker, view.buf, (size_t)view.len, tag_of(g, g->peers[source]->here, tag),
                                         ALL_BITS, &plain);
-    int error = begun(w, ucx, NULL, &request);
+    int error = begun(w, ucx, probed ? NULL : g->peers[source], 0, &request);
     pthread_mutex_unlock(&w->lock);
     PyBuffer_Release(&view);
     return error ? failed(w, error) : PyLong_FromVoidPtr(request);
@@ -460,7 +472,7 @@ static PyObject *worker_tell(PyObject *self, PyObject *args) {
     Request *request;
     if (!PyArg_ParseTuple(args, "ny#", &number, &data, &nbytes) || !(peer = peer_of(w, number))) return NULL;
     pthread_mutex_lock(&w->lock);
-    int error = begun(w, peer->error ? NULL : w->ucx.send(peer->ucx, data, (size_t)nbytes, MEETING, &plain), peer, &request);
+    int error = begun(w, peer->error ? NULL : w->ucx.send(peer->ucx, data, (size_t)nbytes, MEETING, &plain), peer, 1, &request);
     pthread_mutex_unlock(&w->lock);
     return error ? failed(w, error) : PyLong_FromVoidPtr(request);
 }
@@ -536,7 +548,8 @@ static PyObject *worker_cancel(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "K", &request)) return NULL;
     Request *r = (Request *)(uintptr_t)request;
     pthread_mutex_lock(&w->lock);
-    if (r) w->ucx.cancel(w->worker, r->ucx);
+    if (r && r->ucx) w->ucx.cancel(w->worker, r->ucx);
+    if (r) r->is_cancelled = 1;
     pthread_mutex_unlock(&w->lock);
     Py_RETURN_NONE;
 }
