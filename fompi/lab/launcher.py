@@ -58,6 +58,7 @@ class Mpi:
         """
         common = {
             "GLOO_SOCKET_IFNAME": "eth0",
+            "UCX_NET_DEVICES": "eth0",
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
             "TMPDIR": str(LAB),  # for the launcher; the ranks get their own value back

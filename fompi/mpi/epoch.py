@@ -59,7 +59,7 @@ class Handle(NamedTuple):
         if not isinstance(text, str) or not text.startswith(PREFIX):
             other = isinstance(text, str) and text.startswith(PREFIX.split("-")[0])
             what = "of another version of fompi" if other else "no handle of fompi"
-            raise LaunchError(f"{text[:24]!r} is {what}: pass on what fompi.members.handle() returns")
+            raise LaunchError(f"{str(text)[:24]!r} is {what}: pass on what fompi.members.handle() returns")
         try:
             whole = base64.b64decode(text[len(PREFIX) :], b"-_", validate=True)
             body, (check,) = whole[:-4], struct.unpack("<I", whole[-4:])

@@ -124,3 +124,116 @@ def test_a_member_dies_at_any_moment(tmp_path):
     slowest = max(max(each) for each in waits)
     print(f"told after {slowest:.2f} s at most")
     assert slowest < 1.0
+
+
+REFUSALS = START + textwrap.dedent("""
+    def refusal(kind, call):
+        try:
+            call()
+        except kind as error:
+            return str(error)
+        raise AssertionError(f"no {kind.__name__}")
+
+    if rank == 1:  # a process that lives for a moment: its handle is old
+        old = subprocess.run(
+            [sys.executable, "-c", "from fompi.members import handle; print(handle())"], capture_output=True, text=True
+        )
+        put("old", old.stdout.strip())
+    old = get("old")
+    words = refusal(fompi.LaunchError, lambda: join("a", handles[:rank] + handles[rank + 1 :]))
+    assert "the handle of this process is not in the list of 2 handles" in words, words
+    words = refusal(fompi.LaunchError, lambda: join("b", [handles[rank]] * 2))
+    assert "twice in the list" in words, words
+    words = refusal(fompi.LaunchError, lambda: join("c", [*handles, handles[0][:-9]]))
+    assert "is not whole" in words, words
+    begun = time.monotonic()
+    words = refusal(fompi.PeerError, lambda: join("d", [*handles, old], 20))
+    assert "epoch d: rank 3 (process " in words or "has given it up: epoch d: rank 3" in words, words
+    assert time.monotonic() - begun < 10
+    words = refusal(fompi.FompiError, lambda: join("e", handles if rank else handles[::-1], 20))
+    assert "joins it with other members" in words, words
+    if rank:
+        words = refusal(fompi.FompiError, lambda: join("f", handles, 1.0))
+        assert "waited 1 s for rank 0 (process" in words or "given it up" in words, words
+    comm = join("g", handles, 20)
+    if rank == 0:
+        stranger()
+    comm.barrier()
+    assert fompi.all_reduce(np.ones(3), comm=comm).tolist() == [3.0] * 3
+    part = comm.split(rank // 2)
+    assert fompi.all_reduce(np.ones(1), comm=part).tolist() == [2.0 - rank // 2]
+    part.close()
+    comm.close()
+    print(f"rank {rank} is right", flush=True)
+    if rank == 0:
+        [child.wait(20) for child in children]
+""")
+
+STRANGER = """
+def stranger():  # somebody who connects to every port of this process, and sends anything
+    import socket
+    own = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            own.add(os.readlink(fd)[8:-1])
+        except OSError:
+            pass
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    places = [row[1].split(":") for row in rows if row[3] == "0A" and row[9] in own]
+    assert places
+    held, anything = [], random.Random(0)
+    for host, port in places:
+        address = ".".join(str(byte) for byte in bytes.fromhex(host)[::-1]), int(port, 16)
+        for data in (b"", b"GET / HTTP/1.1\\r\\n\\r\\n", *(anything.randbytes(n) for n in (1, 8, 16, 100, 5000, 100000))):
+            for closes in (True, False):
+                connection = socket.create_connection(address, 5)
+                held.append(connection)
+                try:
+                    connection.sendall(data)
+                except OSError:
+                    pass  # refused
+                if closes:
+                    connection.close()
+        fompi.members.handle()
+"""
+
+
+def test_what_is_refused(tmp_path):
+    done = start(tmp_path, REFUSALS.replace("def put(", STRANGER + "\ndef put(", 1), "none", 0)
+    assert done.returncode == 0 and not done.left_behind, done.output
+    assert all(f"rank {rank} is right" in done.stdout for rank in range(3)), done.output
+
+
+MANY = START + textwrap.dedent("""
+    def held():
+        status = Path("/proc/self/status").read_text()
+        return [int(status.split(f"{name}:")[1].split()[0]) for name in ("VmRSS", "Threads")] + [
+            len(os.listdir("/proc/self/fd"))
+        ]
+
+    before = None
+    for epoch in range(seed):
+        comm = join(epoch, handles, 20)
+        x = np.full(100, rank)
+        assert (fompi.all_reduce(x, comm=comm) == 3).all()
+        if epoch % 2:  # something is left in flight: some messages are never received
+            pending = fompi.all_reduce.start(np.ones(1 << 16), comm=comm) if rank else None
+            comm.abort("the next one")
+        else:
+            comm.close()
+        if epoch == seed // 5:
+            before = held()
+    after = held()
+    print(f"rank {rank}: {before} {after}", flush=True)
+    assert after[1:] == before[1:] and after[0] - before[0] < 3000, (before, after)
+    print(f"rank {rank} is right", flush=True)
+    if rank == 0:
+        [child.wait(20) for child in children]
+""")
+
+
+@pytest.mark.parametrize("epochs", [60, pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.timeout(300)])])
+def test_nothing_grows(tmp_path, epochs):
+    done = start(tmp_path, MANY, "none", epochs, seconds=20 + epochs // 5)
+    assert done.returncode == 0 and not done.left_behind, done.output
+    assert all(f"rank {rank} is right" in done.stdout for rank in range(3)), done.output
