@@ -89,7 +89,7 @@ def _counters(processes: Sequence[Process]) -> str | None:
 
 
 def _mpi_facts() -> dict[str, Any]:
-    from fompi.mpi import transport
+    from fompi.mpi import transport, ucx
 
     library = transport.library()
     requested, provided = transport.thread_levels()
@@ -106,6 +106,7 @@ def _mpi_facts() -> dict[str, Any]:
         "description": library.description,
         "path": library.path,
         "other_libraries": transport.other_libraries(),
+        "networks": [] if library.standard else ucx.networks(),
         "mpirun": library.mpirun,
         "thread_requested": requested,
         "thread_provided": provided,

@@ -178,6 +178,7 @@ def _mpi_lines(mpi: dict[str, Any] | None) -> list[tuple[str, str]]:
         if mpi["standard"]
         else ("carrier", f"{mpi['library']} {mpi['version']}, no MPI"),
         ("library", mpi["path"] or "at an unknown path"),
+        *(("networks", network) for network in [", ".join(mpi["networks"])] if network),
         *(("not used", f"{path}: loaded, but mpi4py calls the library above") for path in mpi["other_libraries"]),
         ("threads", f"{mpi['thread_provided']} ({mpi['thread_requested']} requested)"),
         ("GPU-aware", f"{_YES_NO[mpi['gpu_aware']]} ({mpi['gpu_aware_source']})"),

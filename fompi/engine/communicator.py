@@ -39,7 +39,6 @@ from fompi.mpi.link import (
     free_closed,
     mpi_communicator,
     request_testsome,
-    request_testsome_of_both,
 )
 from fompi.mpi.paths import Paths
 from fompi.mpi.paths import choose as choose_path
@@ -154,10 +153,8 @@ class Communicator(Shared):
         if not from_split:
             origin = connect(origin, seconds or engine.timeout, engine.progress, engine.departure, called)
         self.link: Link = origin
-        self.library = native.engine().library  # what carries out calls in C. None: they run in Python
-        if not self.link.is_of_process:
-            self.library = None
-            engine.test_with(request_testsome_of_both)
+        # What carries out calls in C. None: they run in Python.
+        self.library = native.engine().library if self.link.is_of_process else None
         self.name, self.rank, self.size = name, self.link.rank, self.link.size
         self.channel = Channel(self.link, self.engine, name)
         self.channel.timeout = seconds  # for the agreement below, too

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 from fompi.engine.communicator import Communicator, engine_of_process
 from fompi.mpi import epoch, launcher, transport
+from fompi.mpi.link import request_testsome_of_both
+from fompi.mpi.transport import load_mpi
+from fompi.mpi.ucx import UCX
 
 
 def handle() -> str:
@@ -39,6 +42,8 @@ def join(name: object, handles: Sequence[str], timeout: float | None = None) -> 
     """
     transport.start_alone()
     engine, seconds = engine_of_process(), launcher.timeout() if timeout is None else timeout
+    if load_mpi() is not UCX:
+        engine.test_with(request_testsome_of_both)
     made = epoch.join(str(name), list(handles), seconds, engine.progress)
     try:
         comm = Communicator(made, f"epoch {name}", seconds=seconds)

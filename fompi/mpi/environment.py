@@ -65,6 +65,7 @@ VARIABLES = {
         Variable("FOMPI_TIMEOUT", "300", "a number of seconds above 0", _is_positive),
         _one_of("FOMPI_PROGRESS", "auto", "auto", "helper", "library", "poll"),
         _one_of("FOMPI_CARRIER", "auto", "auto", "mpi", "ucx"),
+        Variable("FOMPI_CONNECTIONS", "1", "a number from 1 to 16", lambda text: text in map(str, range(1, 17))),
         _one_of("FOMPI_ENGINE", "auto", "auto", "native", "python"),
         Variable("FOMPI_REPORT", "0", "0, 1, short, full, or a .json file in a folder that can be written", _is_report),
         Variable("FOMPI_DIGEST", "", "a folder", lambda text: not os.path.exists(text) or os.path.isdir(text)),

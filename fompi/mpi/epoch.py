@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from fompi.base.errors import LaunchError, MismatchError, PeerError, WaitTimeout
 from fompi.mpi.launcher import in_seconds
-from fompi.mpi.ucx import MOST_RANKS, PAUSE_SECONDS, WORLD, Intracomm, UcxRequest
+from fompi.mpi.ucx import MOST_RANKS, PAUSE_SECONDS, WORLD, Intracomm, UcxRequest, variables
 
 PREFIX = "fompi-1-"
 """How a handle begins: another number would be another form."""
@@ -77,7 +77,7 @@ class Handle(NamedTuple):
 
 
 class Word(NamedTuple):
-    """What a member says to another. `there`: its number for the other one. `number`: what it proposes for the group."""
+    """What a member says to another. `there`: its number for the other one. `number`: the one that it proposes."""
 
     kind: int
     name: bytes
@@ -96,7 +96,8 @@ class Word(NamedTuple):
         """None: it is nothing that a member says."""
         if len(data) < _WORD.size or not data.startswith(_MAGIC):
             return None
-        return Word(*_WORD.unpack_from(data)[1:], data[_WORD.size :].decode(errors="replace"))
+        text = data[_WORD.size :].decode(errors="replace")
+        return Word(*_WORD.unpack_from(data)[1:], text)  # type: ignore[call-arg]
 
 
 class _Membership:
@@ -113,7 +114,7 @@ class _Membership:
     def begin(self) -> None:
         WORLD.begin()
         if not WORLD.hosts:  # the ranks of this process use MPI, or there are none
-            WORLD.connect(WORLD.worker.address(), os.uname().nodename, 0)
+            WORLD.connect(WORLD.address(), os.uname().nodename, 0)
 
     def peer(self, member: Handle) -> int:
         """The number of this member, to which it connects if it must."""
@@ -157,7 +158,7 @@ _HERE = _Membership()
 def handle() -> str:
     """How others reach this process: the same string as long as it lives. It starts UCX."""
     _HERE.begin()
-    return str(Handle(_HERE.id, os.getpid(), os.uname().nodename, WORLD.worker.address()))
+    return str(Handle(_HERE.id, os.getpid(), os.uname().nodename, WORLD.address()))
 
 
 def join(name: str, handles: Sequence[str], seconds: float, progress: Callable[[], object]) -> Intracomm:
@@ -198,7 +199,7 @@ class _Joining:
                     self.peers[rank] = _HERE.peer(self.members[rank])
                 except ConnectionError as error:
                     words = f"rank {rank} ({self.members[rank].words}) cannot be reached"
-                    raise PeerError(f"epoch {self.text}: {words}: {error}", rank) from None
+                    raise PeerError(f"epoch {self.text}: {words}: {error}. {variables()}", rank) from None
                 _HERE.joining.append(self.peers[rank])
         return self.peers[rank]
 
@@ -261,5 +262,3 @@ class _Joining:
             if not progress():
                 sleep(PAUSE_SECONDS)
         return found
-
-

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
+import struct
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +25,7 @@ import numpy as np
 
 from fompi.base.at_exit import at_exit, failure
 from fompi.base.errors import LaunchError, PeerError, WaitTimeout
+from fompi.mpi import environment
 from fompi.mpi.launcher import in_seconds, timeout
 
 if TYPE_CHECKING:
@@ -111,6 +114,19 @@ def version() -> str:
     numbers = [ctypes.c_uint() for _ in range(3)]
     library()[0].ucp_get_version(*map(ctypes.byref, numbers))
     return ".".join(str(number.value) for number in numbers)
+
+
+def variables() -> str:
+    """What may be the reason that a peer cannot be reached."""
+    own = [f"{name}={os.environ[name]}" for name in ("UCX_NET_DEVICES", "UCX_TLS") if name in os.environ]
+    return f"{', '.join(own) or 'UCX_NET_DEVICES, which is not set,'} must name a network that both hosts have"
+
+
+def networks() -> list[str]:
+    """The interfaces of this host that UCX may use, with what chooses them."""
+    chosen = os.environ.get("UCX_NET_DEVICES", "all").split(",")
+    names = [name for _, name in socket.if_nameindex()]
+    return names if chosen == ["all"] else [f"{name} (UCX_NET_DEVICES)" for name in chosen]
 
 
 # ---------------------------------------------------------------------------------------------------------- requests
@@ -235,11 +251,12 @@ class UcxStatus:
 class UcxMessage:
     """A message that was found, and that only `Recv` receives."""
 
-    def __init__(self, comm: Intracomm, handle: int, source: int):
-        self.comm, self.handle, self.source = comm, handle, source
+    def __init__(self, comm: Intracomm, handle: int, source: int, connection: int):
+        self.comm, self.handle, self.source, self.connection = comm, handle, source, connection
 
     def Irecv(self, into: Any) -> UcxRequest:
-        return UcxRequest(WORLD.worker.receive(self.comm.handle, into, self.source, 0, self.handle), into)
+        made = WORLD.worker.receive(self.comm.handle, into, self.source, 0, self.handle, self.connection)
+        return UcxRequest(made, into)
 
     def Recv(self, into: Any) -> None:
         self.Irecv(into).Wait()
@@ -285,9 +302,7 @@ class Intracomm:
         return super().__new__(cls) if comm is None else comm
 
     @classmethod
-    def of(
-        cls, number: int, peers: Sequence[int], world_ranks: Sequence[int], is_meeting: bool = False
-    ) -> Intracomm:
+    def of(cls, number: int, peers: Sequence[int], world_ranks: Sequence[int], is_meeting: bool = False) -> Intracomm:
         """The communicator of these processes. `number`: its own, as on all of them.
 
         The last quarter of the numbers is for those in which the members of a new one meet (`Create_group`).
@@ -334,11 +349,11 @@ class Intracomm:
             raise UcxError(str(error)) from None
 
     def Irecv(self, into: Any, source: int, tag: int = 0) -> UcxRequest:
-        return UcxRequest(WORLD.worker.receive(self.handle, into, source, tag, 0), into)
+        return UcxRequest(WORLD.worker.receive(self.handle, into, source, tag, 0, 0), into)
 
     def Improbe(self, source: int, tag: int, status: UcxStatus | None = None) -> UcxMessage | None:
         found = self._probe(source, tag, status, True)
-        return None if found is None else UcxMessage(self, found[0], found[1])
+        return None if found is None else UcxMessage(self, *found)
 
     def Iprobe(self, source: int, tag: int, status: UcxStatus | None = None) -> bool:
         return self._probe(source, tag, status, False) is not None
@@ -553,13 +568,21 @@ class World:
         loaded, _ = library()
         addresses = [ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value or 0 for name in FUNCTIONS]
         try:
-            self.worker = Worker(tuple(addresses))
+            self.worker = Worker(tuple(addresses), int(environment.value("FOMPI_CONNECTIONS")))
         except ConnectionError as error:
             raise LaunchError(f"UCX does not start: {error}. UCX_LOG_LEVEL=debug says more") from None
 
+    def address(self) -> bytes:
+        """By which others connect to this process."""
+        parts = self.worker.address()
+        return struct.pack(f"<B{len(parts)}H", len(parts), *map(len, parts)) + b"".join(parts)
+
     def connect(self, address: bytes, host: str, there: int) -> int:
         """The number of a new peer, which counts this process as `there`."""
-        number: int = self.worker.connect(address, there)
+        lengths = struct.unpack_from(f"<{address[0]}H", address, 1)
+        ends = [1 + 2 * len(lengths) + sum(lengths[: k + 1]) for k in range(len(lengths))]
+        parts = tuple(address[end - n : end] for n, end in zip(lengths, ends, strict=True))
+        number: int = self.worker.connect(parts, there)
         self.hosts[number] = host
         return number
 
@@ -570,14 +593,18 @@ class World:
         self.begin()
         host = os.uname().nodename.encode()
         try:
-            records = share(len(host).to_bytes(2, "little") + host + self.worker.address())
+            records = share(len(host).to_bytes(2, "little") + host + self.address())
         except BaseException:  # it has not started: the program may try again
             self.worker.close()
             self.worker = None
             raise
-        for record in records:
+        for other, record in enumerate(records):
             n = int.from_bytes(record[:2], "little")
-            self.connect(record[2 + n :], record[2 : 2 + n].decode(), rank)
+            name = record[2 : 2 + n].decode()
+            try:
+                self.connect(record[2 + n :], name, rank)
+            except ConnectionError as error:
+                raise LaunchError(f"UCX cannot reach rank {other} on {name}: {error}. {variables()}") from None
         self.own = rank
         UCX.COMM_SELF, UCX.COMM_WORLD = Intracomm.of(0, [rank], [rank]), Intracomm.of(1, range(size), range(size))
         UCX.COMM_SELF.name, UCX.COMM_WORLD.name = "MPI_COMM_SELF", "MPI_COMM_WORLD"

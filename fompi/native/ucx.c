@@ -8,6 +8,9 @@
  * receiver counts it among its peers, so two groups of a process may have the same number if no other process is in both.
  * No group has the last number: by it processes meet that have no group yet (`tell`, `heard`).
  *
+ * Over a long distance one connection of TCP does not fill the pipe. So a worker here is one or several of UCX, each with a
+ * connection to each peer, and the tag of a message says which of them carries it.
+ *
  * What is sent to a lost peer is done at once, and what it should have sent never comes: the engine of Python asks `losses`
  * and `error`, and ends the calls that wait for it. `Worker.lock` guards everything: a worker takes one thread at a time.
  */
@@ -27,7 +30,7 @@
 #define MEETING ANY_OF_GROUP
 
 enum { IN_PROGRESS = 1, TRUNCATED = -9, CANCELED = -16, LAST_ERROR = -100 };
-enum { MOST_ROUNDS = 100000, MOST_WORDS = 4096 };
+enum { MOST_ROUNDS = 100000, MOST_WORDS = 4096, MOST_LANES = 16 };
 
 typedef struct {
     uint64_t mask, features;
@@ -77,7 +80,8 @@ typedef struct { /* in the order in which Python passes them: `FUNCTIONS` of fom
 } Functions;
 
 typedef struct Endpoint { /* of one peer: it stays at its address, which UCX passes to `lost` */
-    void *ucx;                /* NULL: it is closed */
+    void *ucx[MOST_LANES];    /* NULL: it is closed */
+    int n_lanes;              /* that both processes have */
     int error;                /* why the peer is lost, as a positive number. 0: it is not */
     int here, there;          /* its number among the peers of this process, and the number of this process among its own */
     int n_groups, n_requests; /* that need it */
@@ -87,7 +91,8 @@ typedef struct Endpoint { /* of one peer: it stays at its address, which UCX pas
 typedef struct {
     PyObject_HEAD
     Functions ucx;
-    void *context, *worker;
+    void *context, *lanes[MOST_LANES]; /* workers of UCX, in one context */
+    int n_lanes;
     pthread_mutex_t lock;
     Endpoint **peers;
     Py_ssize_t n_peers;
@@ -104,6 +109,7 @@ typedef struct { /* the handle of a communicator */
 typedef struct { /* a request that is not done */
     Worker *worker; /* not the group, which may have been freed: nobody waits for some of its messages */
     void *ucx;      /* NULL: what it receives never comes */
+    void *lane;     /* the worker of UCX */
     Endpoint *peer; /* NULL: some */
     int is_send, is_cancelled;
 } Request;
@@ -111,6 +117,13 @@ typedef struct { /* a request that is not done */
 #define PENDING ((Request *)1) /* a request that Python tests itself */
 
 static const RequestParams plain;
+
+/* Which connection carries a message between this process and a peer. */
+static int lane_of(const Endpoint *peer, int tag) { return tag % peer->n_lanes; }
+
+static void progress(Worker *w) {
+    for (int k = 0; k < w->n_lanes; k++) w->ucx.progress(w->lanes[k]);
+}
 
 static int is_error(const void *ptr) { return (uintptr_t)ptr >= (uintptr_t)(intptr_t)LAST_ERROR; }
 
@@ -129,7 +142,7 @@ static void lost(void *argument, void *endpoint, signed char status) {
  *
  * A peer to which nothing can be sent is lost, also if UCX has not said so yet.
  */
-static int begun(Worker *w, void *ucx, Endpoint *peer, int is_send, Request **request) {
+static int begun(Worker *w, void *ucx, void *lane, Endpoint *peer, int is_send, Request **request) {
     *request = NULL;
     if (is_error(ucx)) {
         if (!is_send) return -(int)(intptr_t)ucx;
@@ -139,7 +152,7 @@ static int begun(Worker *w, void *ucx, Endpoint *peer, int is_send, Request **re
     if (!ucx) return 0;
     Request *made = malloc(sizeof *made);
     if (!made) return 4; /* no memory */
-    made->worker = w, made->ucx = ucx, made->peer = peer, made->is_send = is_send, made->is_cancelled = 0;
+    made->worker = w, made->ucx = ucx, made->lane = lane, made->peer = peer, made->is_send = is_send, made->is_cancelled = 0;
     if (peer) peer->n_requests++;
     *request = made;
     return 0;
@@ -150,15 +163,18 @@ static int send_to(Group *g, const void *data, size_t nbytes, int dest, int tag,
     Endpoint *peer = g->peers[dest];
     pthread_mutex_lock(&w->lock);
     void *ucx = NULL;
-    if (!peer->error) ucx = (is_sync ? w->ucx.send_sync : w->ucx.send)(peer->ucx, data, nbytes, tag_of(g, peer->there, tag), &plain);
-    int error = begun(w, ucx, peer, 1, request);
+    if (!peer->error) {
+        void *endpoint = peer->ucx[lane_of(peer, tag)];
+        ucx = (is_sync ? w->ucx.send_sync : w->ucx.send)(endpoint, data, nbytes, tag_of(g, peer->there, tag), &plain);
+    }
+    int error = begun(w, ucx, NULL, peer, 1, request);
     pthread_mutex_unlock(&w->lock);
     return error;
 }
 
 /* Nobody needs a closed endpoint any more: it may go. */
 static void drop(Endpoint *peer) {
-    if (!peer->ucx && !peer->n_groups && !peer->n_requests) free(peer);
+    if (!peer->ucx[0] && !peer->n_groups && !peer->n_requests) free(peer);
 }
 
 static void forget(Request **request) {
@@ -208,8 +224,9 @@ static int ucx_irecv(void *data, int nbytes, intptr_t type, int source, int tag,
     (void)type;
     pthread_mutex_lock(&w->lock);
     uint64_t wanted = tag_of(g, g->peers[source]->here, tag);
-    void *ucx = w->ucx.receive(w->worker, data, (size_t)nbytes, wanted, ALL_BITS, &plain);
-    int error = begun(w, ucx, g->peers[source], 0, request);
+    void *lane = w->lanes[lane_of(g->peers[source], tag)];
+    void *ucx = w->ucx.receive(lane, data, (size_t)nbytes, wanted, ALL_BITS, &plain);
+    int error = begun(w, ucx, lane, g->peers[source], 0, request);
     pthread_mutex_unlock(&w->lock);
     return error;
 }
@@ -223,7 +240,7 @@ static int ucx_testsome(int n, void *requests, int *done, int *indices, void *st
     for (int k = 0; k < n && !w; k++) w = all[k] && all[k] != PENDING ? all[k]->worker : NULL;
     if (w) {
         pthread_mutex_lock(&w->lock);
-        w->ucx.progress(w->worker);
+        progress(w);
     }
     for (int k = 0; k < n; k++) {
         int status = look(&all[k]);
@@ -245,7 +262,7 @@ static int ucx_test(void *request, int *is_done, void *status) {
 static int ends(Worker *w, void *ucx) {
     int status = IN_PROGRESS;
     if (!ucx || is_error(ucx)) return !ucx;
-    for (int k = 0; k < MOST_ROUNDS && (status = w->ucx.check(ucx)) == IN_PROGRESS; k++) w->ucx.progress(w->worker);
+    for (int k = 0; k < MOST_ROUNDS && (status = w->ucx.check(ucx)) == IN_PROGRESS; k++) progress(w);
     w->ucx.free_request(ucx);
     return status == IN_PROGRESS ? -1 : !status;
 }
@@ -259,7 +276,9 @@ static PyObject *worker_new(PyTypeObject *type, PyObject *args, PyObject *option
     PyObject *addresses;
     void *found[sizeof(Functions) / sizeof(void *)];
     (void)options;
-    if (!PyArg_ParseTuple(args, "O!", &PyTuple_Type, &addresses)) return NULL;
+    int n_lanes;
+    if (!PyArg_ParseTuple(args, "O!i", &PyTuple_Type, &addresses, &n_lanes)) return NULL;
+    if (n_lanes < 1 || n_lanes > MOST_LANES) return PyErr_Format(PyExc_ValueError, "1 to %d connections, not %d", MOST_LANES, n_lanes);
     if (PyTuple_Size(addresses) != (Py_ssize_t)(sizeof found / sizeof *found)) {
         PyErr_SetString(PyExc_ValueError, "these are not the functions of UCX");
         return NULL;
@@ -277,7 +296,8 @@ static PyObject *worker_new(PyTypeObject *type, PyObject *args, PyObject *option
     int status;
     Py_BEGIN_ALLOW_THREADS
     status = w->ucx.init(1, 8, &context, NULL, &w->context);
-    if (!status) status = w->ucx.make_worker(w->context, &params, &w->worker);
+    for (; !status && w->n_lanes < n_lanes; w->n_lanes += !status)
+        status = w->ucx.make_worker(w->context, &params, &w->lanes[w->n_lanes]);
     Py_END_ALLOW_THREADS
     if (status) {
         failed(w, -status);
@@ -287,26 +307,42 @@ static PyObject *worker_new(PyTypeObject *type, PyObject *args, PyObject *option
     return (PyObject *)w;
 }
 
+/* address(): (the address of each worker of UCX). */
 static PyObject *worker_address(PyObject *self, PyObject *nothing) {
     Worker *w = (Worker *)self;
     void *address;
     size_t nbytes;
+    PyObject *made = PyTuple_New(w->n_lanes);
     (void)nothing;
-    pthread_mutex_lock(&w->lock);
-    int status = w->ucx.get_address(w->worker, &address, &nbytes);
-    PyObject *made = status ? failed(w, -status) : PyBytes_FromStringAndSize(address, (Py_ssize_t)nbytes);
-    if (!status) w->ucx.release_address(w->worker, address);
-    pthread_mutex_unlock(&w->lock);
+    for (int k = 0; made && k < w->n_lanes; k++) {
+        pthread_mutex_lock(&w->lock);
+        int status = w->ucx.get_address(w->lanes[k], &address, &nbytes);
+        PyObject *one = status ? failed(w, -status) : PyBytes_FromStringAndSize(address, (Py_ssize_t)nbytes);
+        if (!status) w->ucx.release_address(w->lanes[k], address);
+        pthread_mutex_unlock(&w->lock);
+        if (one)
+            PyTuple_SetItem(made, k, one);
+        else
+            Py_CLEAR(made);
+    }
     return made;
 }
 
-/* connect(address, there): the lowest number that no peer has. */
+static void close_endpoints(Worker *w, Endpoint *peer) {
+    RequestParams force = {.mask = 16, .flags = 1};
+    for (int k = 0; k < peer->n_lanes; k++) {
+        if (peer->ucx[k]) ends(w, w->ucx.close_endpoint(peer->ucx[k], &force));
+        peer->ucx[k] = NULL;
+    }
+}
+
+/* connect((addresses), there): the lowest number that no peer has. */
 static PyObject *worker_connect(PyObject *self, PyObject *args) {
     Worker *w = (Worker *)self;
-    const char *address;
-    Py_ssize_t nbytes, number = 0;
-    int there;
-    if (!PyArg_ParseTuple(args, "y#i", &address, &nbytes, &there)) return NULL;
+    Py_ssize_t number = 0;
+    PyObject *addresses;
+    int there, status = 0;
+    if (!PyArg_ParseTuple(args, "O!i", &PyTuple_Type, &addresses, &there)) return NULL;
     while (number < w->n_peers && w->peers[number]) number++;
     if (number >> SENDER_BITS) return PyErr_Format(PyExc_ValueError, "more than %d peers", 1 << SENDER_BITS);
     Endpoint **peers = number < w->n_peers ? w->peers : realloc(w->peers, (size_t)(number + 1) * sizeof *peers);
@@ -316,15 +352,22 @@ static PyObject *worker_connect(PyObject *self, PyObject *args) {
         free(peer);
         return PyErr_NoMemory();
     }
-    EndpointParams params = {.mask = 1 | 2 | 4, .address = address, .error_mode = 1, .on_error = lost, .argument = peer};
     peer->losses = &w->losses, peer->here = (int)number, peer->there = there;
+    peer->n_lanes = PyTuple_Size(addresses) < w->n_lanes ? (int)PyTuple_Size(addresses) : w->n_lanes;
     pthread_mutex_lock(&w->lock);
-    int status = w->ucx.make_endpoint(w->worker, &params, &peer->ucx);
-    pthread_mutex_unlock(&w->lock);
-    if (status) {
-        free(peer);
-        return failed(w, -status);
+    for (int k = 0; k < peer->n_lanes && !status; k++) {
+        EndpointParams params = {.mask = 1 | 2 | 4, .error_mode = 1, .on_error = lost, .argument = peer};
+        params.address = PyBytes_AsString(PyTuple_GetItem(addresses, k));
+        status = params.address ? w->ucx.make_endpoint(w->lanes[k], &params, &peer->ucx[k]) : CANCELED;
     }
+    if (status || !peer->n_lanes) {
+        close_endpoints(w, peer);
+        free(peer);
+    }
+    pthread_mutex_unlock(&w->lock);
+    if (PyErr_Occurred()) return NULL;
+    if (status) return failed(w, -status);
+    if (!PyTuple_Size(addresses)) return PyErr_Format(PyExc_ValueError, "a peer has an address");
     w->peers[number] = peer;
     if (number == w->n_peers) w->n_peers++;
     return PyLong_FromSsize_t(number);
@@ -360,12 +403,11 @@ static PyObject *worker_disconnect(PyObject *self, PyObject *args) {
     Worker *w = (Worker *)self;
     Py_ssize_t number;
     Endpoint *peer;
-    RequestParams force = {.mask = 16, .flags = 1};
     if (!PyArg_ParseTuple(args, "n", &number) || !(peer = peer_of(w, number))) return NULL;
     if (peer->n_groups) Py_RETURN_FALSE;
     pthread_mutex_lock(&w->lock);
-    ends(w, w->ucx.close_endpoint(peer->ucx, &force));
-    peer->ucx = NULL, peer->error = peer->error ? peer->error : -CANCELED;
+    close_endpoints(w, peer);
+    if (!peer->error) peer->error = -CANCELED;
     w->peers[number] = NULL;
     drop(peer);
     pthread_mutex_unlock(&w->lock);
@@ -428,23 +470,22 @@ static PyObject *worker_receive(PyObject *self, PyObject *args) {
     Worker *w = (Worker *)self;
     unsigned long long group, message;
     PyObject *data;
-    int source, tag;
+    int source, tag, number;
     Py_buffer view;
     Request *request;
-    if (!PyArg_ParseTuple(args, "KOiiK", &group, &data, &source, &tag, &message) || !memory_of(data, &view, 1)) return NULL;
+    if (!PyArg_ParseTuple(args, "KOiiKi", &group, &data, &source, &tag, &message, &number) || !memory_of(data, &view, 1)) return NULL;
     Group *g = (Group *)(uintptr_t)group;
     pthread_mutex_lock(&w->lock);
-    void *probed = (void *)(uintptr_t)message;
-    void *ucx = probed ? w->ucx.receive_probed(w->worker, view.buf, (size_t)view.len, probed, &plain)
-                       : w->ucx.receive(w->worker, view.buf, (size_t)view.len, tag_of(g, g->peers[source]->here, tag),
-                                        ALL_BITS, &plain);
-    int error = begun(w, ucx, probed ? NULL : g->peers[source], 0, &request);
+    void *probed = (void *)(uintptr_t)message, *lane = w->lanes[probed ? number : lane_of(g->peers[source], tag)];
+    void *ucx = probed ? w->ucx.receive_probed(lane, view.buf, (size_t)view.len, probed, &plain)
+                       : w->ucx.receive(lane, view.buf, (size_t)view.len, tag_of(g, g->peers[source]->here, tag), ALL_BITS, &plain);
+    int error = begun(w, ucx, lane, probed ? NULL : g->peers[source], 0, &request);
     pthread_mutex_unlock(&w->lock);
     PyBuffer_Release(&view);
     return error ? failed(w, error) : PyLong_FromVoidPtr(request);
 }
 
-/* probe(group, source, tag, takes): (the message or 0, its sender, its bytes), or None. A source of -1: any. */
+/* probe(group, source, tag, takes): (the message or 0, its sender, its connection), or None. A source of -1: any. */
 static PyObject *worker_probe(PyObject *self, PyObject *args) {
     Worker *w = (Worker *)self;
     unsigned long long group;
@@ -453,14 +494,16 @@ static PyObject *worker_probe(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "Kiip", &group, &source, &tag, &takes)) return NULL;
     Group *g = (Group *)(uintptr_t)group;
     pthread_mutex_lock(&w->lock);
-    w->ucx.progress(w->worker);
+    progress(w);
     uint64_t wanted = tag_of(g, source < 0 ? 0 : g->peers[source]->here, tag), mask = source < 0 ? ANY_SENDER : ALL_BITS;
-    void *message = w->ucx.probe(w->worker, wanted, mask, takes, &info);
+    void *message = NULL;
+    int lane = -1;
+    while (!message && ++lane < w->n_lanes) message = w->ucx.probe(w->lanes[lane], wanted, mask, takes, &info);
     pthread_mutex_unlock(&w->lock);
     if (!message) Py_RETURN_NONE;
     int number = (int)(info.tag >> TAG_BITS & ((1u << SENDER_BITS) - 1)), sender = 0;
     while (sender < g->size - 1 && g->peers[sender]->here != number) sender++;
-    return Py_BuildValue("(Kin)", takes ? (unsigned long long)(uintptr_t)message : 0, sender, (Py_ssize_t)info.nbytes);
+    return Py_BuildValue("(Kii)", takes ? (unsigned long long)(uintptr_t)message : 0, sender, lane);
 }
 
 /* tell(peer, data): to a process that has no group with this one. */
@@ -472,7 +515,7 @@ static PyObject *worker_tell(PyObject *self, PyObject *args) {
     Request *request;
     if (!PyArg_ParseTuple(args, "ny#", &number, &data, &nbytes) || !(peer = peer_of(w, number))) return NULL;
     pthread_mutex_lock(&w->lock);
-    int error = begun(w, peer->error ? NULL : w->ucx.send(peer->ucx, data, (size_t)nbytes, MEETING, &plain), peer, 1, &request);
+    int error = begun(w, peer->error ? NULL : w->ucx.send(peer->ucx[0], data, (size_t)nbytes, MEETING, &plain), NULL, peer, 1, &request);
     pthread_mutex_unlock(&w->lock);
     return error ? failed(w, error) : PyLong_FromVoidPtr(request);
 }
@@ -485,9 +528,9 @@ static PyObject *worker_heard(PyObject *self, PyObject *nothing) {
     (void)nothing;
     if (!word) return PyErr_NoMemory();
     pthread_mutex_lock(&w->lock);
-    w->ucx.progress(w->worker);
-    void *message = w->ucx.probe(w->worker, MEETING, ANY_OF_GROUP, 1, &info);
-    int is_whole = message ? ends(w, w->ucx.receive_probed(w->worker, word, MOST_WORDS, message, &plain)) : 0;
+    progress(w);
+    void *message = w->ucx.probe(w->lanes[0], MEETING, ANY_OF_GROUP, 1, &info);
+    int is_whole = message ? ends(w, w->ucx.receive_probed(w->lanes[0], word, MOST_WORDS, message, &plain)) : 0;
     pthread_mutex_unlock(&w->lock);
     PyObject *heard = PyBytes_FromStringAndSize(word, is_whole > 0 ? (Py_ssize_t)info.nbytes : 0);
     if (is_whole >= 0) free(word); /* else it may still be written to */
@@ -505,11 +548,12 @@ static PyObject *worker_discard(PyObject *self, PyObject *args) {
     long count = 0;
     if (!PyArg_ParseTuple(args, "K", &number)) return NULL;
     pthread_mutex_lock(&w->lock);
-    w->ucx.progress(w->worker);
-    while ((message = w->ucx.probe(w->worker, number << (TAG_BITS + SENDER_BITS), ANY_OF_GROUP, 1, &info))) {
-        ends(w, w->ucx.receive_probed(w->worker, NULL, 0, message, &plain)); /* it is cut off, and its sender goes on */
-        count++;
-    }
+    progress(w);
+    for (int k = 0; k < w->n_lanes; k++)
+        while ((message = w->ucx.probe(w->lanes[k], number << (TAG_BITS + SENDER_BITS), ANY_OF_GROUP, 1, &info))) {
+            ends(w, w->ucx.receive_probed(w->lanes[k], NULL, 0, message, &plain)); /* cut off: its sender goes on */
+            count++;
+        }
     pthread_mutex_unlock(&w->lock);
     return PyLong_FromLong(count);
 }
@@ -548,7 +592,7 @@ static PyObject *worker_cancel(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "K", &request)) return NULL;
     Request *r = (Request *)(uintptr_t)request;
     pthread_mutex_lock(&w->lock);
-    if (r && r->ucx) w->ucx.cancel(w->worker, r->ucx);
+    if (r && r->ucx && r->lane) w->ucx.cancel(r->lane, r->ucx);
     if (r) r->is_cancelled = 1;
     pthread_mutex_unlock(&w->lock);
     Py_RETURN_NONE;
@@ -564,9 +608,9 @@ static PyObject *worker_close(PyObject *self, PyObject *nothing) {
     Worker *w = (Worker *)self;
     (void)nothing;
     pthread_mutex_lock(&w->lock);
-    if (w->worker) w->ucx.destroy_worker(w->worker);
+    while (w->n_lanes) w->ucx.destroy_worker(w->lanes[--w->n_lanes]);
     if (w->context) w->ucx.cleanup(w->context);
-    w->worker = w->context = NULL;
+    w->context = NULL;
     pthread_mutex_unlock(&w->lock);
     Py_RETURN_NONE;
 }
@@ -583,16 +627,16 @@ static PyMemberDef members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 static PyMethodDef methods[] = {
-    {"address", worker_address, METH_NOARGS, "address(): by which others connect to this worker."},
-    {"connect", worker_connect, METH_VARARGS, "connect(address, there): the number of a new peer, which counts this process as `there`."},
+    {"address", worker_address, METH_NOARGS, "address(): (the addresses) by which others connect to this worker."},
+    {"connect", worker_connect, METH_VARARGS, "connect((addresses), there): the number of a new peer, which counts this process as `there`."},
     {"known_as", worker_known_as, METH_VARARGS, "known_as(peer, there): it counts this process as `there`."},
     {"disconnect", worker_disconnect, METH_VARARGS, "disconnect(peer): False if a group needs it."},
     {"error", worker_error, METH_VARARGS, "error(peer): why it is lost, or \"\"."},
     {"group", worker_group, METH_VARARGS, "group(number, (peers)): the handle of a group."},
     {"free", worker_free, METH_VARARGS, "free(group): it has no message in flight."},
     {"send", worker_send, METH_VARARGS, "send(group, data, dest, tag, is_sync): a request, 0 if it is done."},
-    {"receive", worker_receive, METH_VARARGS, "receive(group, data, source, tag, message): a request, 0 if it is done."},
-    {"probe", worker_probe, METH_VARARGS, "probe(group, source, tag, takes): (message, sender, bytes), or None."},
+    {"receive", worker_receive, METH_VARARGS, "receive(group, data, source, tag, message, connection): a request, 0 if it is done."},
+    {"probe", worker_probe, METH_VARARGS, "probe(group, source, tag, takes): (message, sender, connection), or None."},
     {"tell", worker_tell, METH_VARARGS, "tell(peer, data): a request, 0 if it is done."},
     {"heard", worker_heard, METH_NOARGS, "heard(): what a process has told this one, or None."},
     {"discard", worker_discard, METH_VARARGS, "discard(number): the messages of a group that is gone."},
@@ -608,7 +652,7 @@ static PyGetSetDef attributes[] = {
 };
 static PyType_Slot slots[] = {
     {Py_tp_new, worker_new}, {Py_tp_methods, methods}, {Py_tp_getset, attributes}, {Py_tp_members, members},
-    {Py_tp_doc, "Worker(addresses): messages by UCX, whose functions are at these addresses."}, {0, NULL},
+    {Py_tp_doc, "Worker(addresses, connections): messages by UCX, whose functions are at these addresses."}, {0, NULL},
 };
 static PyType_Spec spec = {"fompi.native._native.Worker", sizeof(Worker), 0, Py_TPFLAGS_DEFAULT, slots};
 

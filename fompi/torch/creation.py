@@ -51,6 +51,10 @@ class NoMembers:
         self.check()
 
 
+def no_members(rank: int, size: int, why: str) -> Any:
+    return NoMembers(rank, size, why)
+
+
 class Joining:
     """A group that joins an epoch, in a thread, because torch waits for it later. Used as a `Pending`."""
 
@@ -77,7 +81,11 @@ class Joining:
             raise self._error
 
     def then(self, callback: Callable[[], object]) -> None:
-        Thread(target=lambda: (self._thread.join(), callback()), daemon=True).start()
+        def wait() -> None:
+            self._thread.join()
+            callback()
+
+        Thread(target=wait, daemon=True).start()
 
     result = property(lambda self: self.wait())
 
@@ -90,7 +98,7 @@ class Reconfigurable(Group):
     def __init__(self, rank: int, size: int, name: str, store: Any, timeout: timedelta):
         transport.start_alone()
         engine_of_process()  # in this thread, because it handles Ctrl-C
-        super().__init__(NoMembers(rank, size, "_reconfigure was not called yet"), name, store, timeout)
+        super().__init__(no_members(rank, size, "_reconfigure was not called yet"), name, store, timeout)
         self._used: set[int] = set()
 
     def get_backend(self, device: Any = None) -> Any:
@@ -106,7 +114,7 @@ class Reconfigurable(Group):
             raise in_words_of_torch(StateError(f"the uuid {uuid} was already used: take another one"), "_reconfigure")
         self._used.add(uuid)
         self._leave("it was reconfigured")
-        self.comm = NoMembers(self.rank(), self.size(), "_reconfigure is not finished: wait for its Work")
+        self.comm = no_members(self.rank(), self.size(), "_reconfigure is not finished: wait for its Work")
         given = opts.timeout or self._timeout
         seconds = given.total_seconds() if given > timedelta(0) else self._timeout.total_seconds()
         ordered = sorted(handles) if isinstance(handles, set | frozenset) else list(handles)
@@ -115,7 +123,7 @@ class Reconfigurable(Group):
             try:
                 comm = members.join(uuid, ordered, seconds)
             except BaseException as error:
-                self.comm = NoMembers(self.comm.rank, self.comm.size, f"_reconfigure has failed: {error}")
+                self.comm = no_members(self.comm.rank, self.comm.size, f"_reconfigure has failed: {error}")
                 raise
             self._use(comm)
             self.set_timeout(self._timeout)
@@ -136,7 +144,7 @@ class Reconfigurable(Group):
 
     def _leave(self, why: str) -> None:
         comm = self.comm
-        self._use(NoMembers(comm.rank, comm.size, why))
+        self._use(no_members(comm.rank, comm.size, why))
         if not isinstance(comm, NoMembers):
             comm.abort(why)
 

@@ -184,7 +184,8 @@ def stranger():  # somebody who connects to every port of this process, and send
     held, anything = [], random.Random(0)
     for host, port in places:
         address = ".".join(str(byte) for byte in bytes.fromhex(host)[::-1]), int(port, 16)
-        for data in (b"", b"GET / HTTP/1.1\\r\\n\\r\\n", *(anything.randbytes(n) for n in (1, 8, 16, 100, 5000, 100000))):
+        sizes = 1, 8, 16, 100, 5000, 100000
+        for data in (b"", b"GET / HTTP/1.1\\r\\n\\r\\n", *map(anything.randbytes, sizes)):
             for closes in (True, False):
                 connection = socket.create_connection(address, 5)
                 held.append(connection)

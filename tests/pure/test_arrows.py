@@ -20,7 +20,7 @@ HOUSE = Path(fompi.__file__).resolve().parent
 PURE = ("base", "plans", "schedules", "traces", "model", "planner", "foreign")
 """The pure rooms need only Python: no MPI and no arrays."""
 
-RUNTIME = ("tensors", "native", "backends", "mpi", "engine", "runtime")
+RUNTIME = ("tensors", "native", "backends", "mpi", "engine", "members", "runtime")
 """The rooms that carry out plans. They do not know how plans are written or chosen."""
 
 FRONT = ("ops", "tuning", "parallel", "torch", "jax", "lab", "hosts", "cli", "bench", "__init__", "__main__")

@@ -69,11 +69,11 @@ def refusal(call):
 
 def test_a_start_that_fails_leaves_nothing_started(monkeypatch):
     class Worker:
-        def __init__(self, _):
+        def __init__(self, addresses, connections):
             pass
 
         def address(self):
-            return b""
+            return (b"",)
 
         def close(self):
             closed.append(self)
