@@ -7,6 +7,7 @@
 | `transport` | starts MPI; facts of the MPI library; only it imports mpi4py, but for a measurement of `lab` |
 | `pmi` | starts MPI under torchrun: answers PMI-1 from a store |
 | `ucx` | stands for mpi4py where UCX carries the messages |
+| `epoch` | processes that make a group by handles, without a launcher |
 | `unedited` | runs a program of others: `python -m fompi.torch`, `python -m fompi.mpi` |
 | `link` | the messages of one communicator: sends, receives and collectives that return requests |
 
