@@ -23,16 +23,14 @@ while len([*folder.glob("h*")]) < 3:
     time.sleep(0.01)
 handles = [(folder / f"h{each}").read_text() for each in range(3)]
 comm, x = fompi.members.join("first", handles, 20), np.ones(50000)
-for _ in range(20):
-    assert (fompi.all_reduce(x, comm=comm) == 3).all()
-if rank == 1:
-    Path(os.environ["NETLAB_CONTROL"]).write_text("h1 cut\\n")
-last = time.monotonic()
+last, calls = time.monotonic(), 0
 try:
     while True:
-        fompi.all_reduce(x, comm=comm)
-        last = time.monotonic()
-except fompi.WaitTimeout as error:
+        assert (fompi.all_reduce(x, comm=comm) == 3).all()
+        last, calls = time.monotonic(), calls + 1
+        if rank == 1 and calls == 20:
+            Path(os.environ["NETLAB_CONTROL"]).write_text("h1 cut\\n")
+except (fompi.WaitTimeout, fompi.PeerError) as error:
     print(f"rank {rank}: {time.monotonic() - last:.1f} s: {error}", flush=True)
 if rank != 1:
     comm.abort("rank 1 is cut off")
@@ -45,7 +43,7 @@ if rank != 1:
 def test_a_host_that_is_cut_off(netlab):
     done = netlab("--hosts", 3, "--rate", "100mbit", "--trust-slow", code=CUT)
     assert done.returncode == 0 and not done.timed_out, done.output
-    seconds = [float(text) for text in re.findall(r"rank [02]: ([0-9.]+) s: no progress for 3 s", done.stdout)]
+    seconds = [float(text) for text in re.findall(r"rank [02]: ([0-9.]+) s: .*no progress for 3 s", done.stdout)]
     assert len(seconds) == 2 and max(seconds) < 10, done.output
     assert "root cause: rank 1 does not answer" in done.stdout, done.output
     assert all(f"rank {rank} went on" in done.stdout for rank in (0, 2)), done.output
