@@ -15,6 +15,7 @@ from fompi.base.layout import Shard, Spec, slices_in_words
 from fompi.bench.cluster import TcpHosts
 from fompi.cli.output import Progress
 from fompi.engine.communicator import Communicator
+from fompi.mpi.transport import beside_ucx
 from fompi.plans.meaning import layouts
 from fompi.plans.plan import Plan
 from fompi.tuning.rounds import (
@@ -90,8 +91,8 @@ class Bench:
 
     @property
     def mpi(self) -> Any:
-        """The communicator of mpi4py."""
-        return self.comm.link.comm
+        """The communicator of mpi4py. With FOMPI_CARRIER=ucx under mpirun, it is the one by which the ranks have met."""
+        return self.comm.link.comm if self.comm.size == 1 else beside_ucx(self.comm.link.comm)
 
     def each(self, items: Sequence[T], name: Callable[[T], str] = str) -> Iterator[T]:
         """The items with a name that is wanted. The progress shows each when it is taken."""

@@ -168,6 +168,13 @@ def carrier_of(comm: Any) -> Any:
     return UCX if isinstance(comm, ucx.Intracomm) else load_mpi()
 
 
+def beside_ucx(comm: Any) -> Any:
+    """`comm`; one of UCX gives way to that of mpi4py by whose launcher its ranks have met."""
+    mpi4py = sys.modules.get("mpi4py.MPI")
+    is_met = carrier_of(comm) is UCX and mpi4py is not None and mpi4py.Is_initialized()
+    return mpi4py.COMM_WORLD if is_met and mpi4py is not None else comm
+
+
 def start_alone() -> None:
     """Start what carries the messages of this process, if nothing has: UCX, with this process as its only rank.
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -174,11 +175,13 @@ class UcxRequest:
     def Free(self) -> None:
         """Nobody asks for it any more: it and its memory stay until it is done."""
         if not self.Test():
-            _DETACHED.append(self)
-        _DETACHED[:] = [request for request in _DETACHED if not request.Test()]
+            with _DETACHED_LOCK:
+                _DETACHED.append(self)
+                _DETACHED[:] = [request for request in _DETACHED if not request.Test()]
 
 
 _DETACHED: list[UcxRequest] = []
+_DETACHED_LOCK = Lock()
 
 
 class UcxCollective:
@@ -553,6 +556,7 @@ class World:
     worker: Any = None
     own = 0  # the number of this process among its peers
     next_number = 2
+    process = 0
     is_over = False
 
     def __init__(self) -> None:
@@ -605,14 +609,14 @@ class World:
                 self.connect(record[2 + n :], name, rank)
             except ConnectionError as error:
                 raise LaunchError(f"UCX cannot reach rank {other} on {name}: {error}. {variables()}") from None
-        self.own = rank
+        self.own, self.process = rank, os.getpid()
         UCX.COMM_SELF, UCX.COMM_WORLD = Intracomm.of(0, [rank], [rank]), Intracomm.of(1, range(size), range(size))
         UCX.COMM_SELF.name, UCX.COMM_WORLD.name = "MPI_COMM_SELF", "MPI_COMM_WORLD"
         at_exit(self.finalize)
 
     def finalize(self) -> None:
         """Wait for the others, as MPI_Finalize does, so that no message is lost. Lost ones are not awaited."""
-        if self.is_over:
+        if self.is_over or os.getpid() != self.process:  # a forked child does not take part
             return
         UCX.COMM_SELF.Free()
         self.is_over = True
