@@ -443,7 +443,7 @@ class OuterSteps:
             flight.fragment,
             norm=_norm(mean for _, mean in pairs),
             drift=_norm(x - mean for x, mean in pairs),
-            nbytes=sum(e.nbytes for call in flight.calls for e in call.trace.events if e.lane == "send"),
+            nbytes=sum(e.nbytes for call in flight.calls for e in call.trace.events if e.lane.startswith("send")),
             exposed=self._waits.seconds - before,
         )
         flight.means, flight.numbers, flight.sent, flight.calls = means, numbers, [], []

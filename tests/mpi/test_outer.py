@@ -107,12 +107,12 @@ def test_bytes_are_those_of_the_formula(world, wire):
     params = {name: np.zeros(n, np.float32) for name in "abcd"}
     options = {"sync_every": period, "fragments": 2, "delay": 1, "wire": wire, "on_round": rounds.append}
     with OuterSteps(params, comm=world, **options) as outer:
-        for _ in range(steps):
+        for _ in range(steps + 1):  # the last exchange is applied one step later
             params = outer.step(params)
     element = 4 if wire is None else WIRES[wire].nbytes(n) / n
     expected = 2 * (world.size - 1) / world.size * 4 * n * element / period
     assert sum(each.nbytes for each in rounds) / steps == pytest.approx(expected, rel=0.02)
-    assert [(each.step, each.fragment) for each in rounds] == [(t, t // 2 % 2 ^ 1) for t in range(2, 16, 2)]
+    assert [(each.step, each.fragment) for each in rounds] == [(t, t // 2 % 2 ^ 1) for t in range(2, steps + 1, 2)]
 
 
 def test_numbers_of_a_round(world):
@@ -136,7 +136,7 @@ def continued(world, case, at):
     """The bits after 24 steps of a run that is saved after `at` steps, and goes on from that; with at=0, of one run."""
     (options, dtype), params = RESUMED[case], start()
     params = {name: p.astype(dtype) for name, p in params.items()}
-    other = {name: p + 1 for name, p in params.items()}  # a new program begins with others
+    other = {name: np.asarray(p + p.dtype.type(1)) for name, p in params.items()}  # a new program begins with others
     with OuterSteps(params, comm=world, **options) as outer:
         params = train(outer, params, world.rank, range(1, at or 25))
         state = outer.state_dict()
