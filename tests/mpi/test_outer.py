@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from device_mutants import plant
 
 import fompi
-from fompi.base.errors import ArgumentError, LayoutError, MismatchError, PeerError, ShapeError, StateError
+from fompi.base.errors import ArgumentError, FompiError, LayoutError, MismatchError, PeerError, ShapeError, StateError
 from fompi.base.wires import WIRES
 from fompi.parallel.outer import OuterSteps
 
@@ -70,14 +71,19 @@ def train(outer, params, island, steps):
     return params
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.5])
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_islands_have_the_bits_of_one_process(world, combination, alpha):
+def has_the_bits(world, combination, alpha):
+    """True if 19 steps end with those of one process."""
     period, fragments, delay = COMBINATIONS[combination]
     how = {"sync_every": period, "fragments": fragments, "delay": delay, "alpha": alpha}
     with OuterSteps(start(), comm=world, **how) as outer:
         found = train(outer, start(), world.rank, range(1, 20))
-    assert digest(found) == digest(islands(world.size, 19, period, fragments, delay, alpha)[world.rank])
+    return digest(found) == digest(islands(world.size, 19, period, fragments, delay, alpha)[world.rank])
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_islands_have_the_bits_of_one_process(world, combination, alpha):
+    assert has_the_bits(world, combination, alpha)
 
 
 def test_one_step_at_a_time_is_data_parallelism(world):
@@ -278,3 +284,46 @@ def test_wrong_arguments_on_one_rank(world):
             with pytest.raises(MismatchError, match="the state has no"):
                 outer.step(start())
         outer.step(start())
+
+
+WHERE = "fompi.parallel.outer:"
+MUTANTS = {
+    "the sign of D": ("Row.term", "(self.outer, x,", "(x, self.outer,"),
+    "the blend is the wrong way round": ("OuterRule.blend", "self.alpha * theta + (1 - self.alpha) * target",
+        "(1 - self.alpha) * theta + self.alpha * target"),
+    "momentum once": ("OuterRule.update", "mean + self.momentum * velocity", "velocity"),
+    "momentum is not kept": ("OuterRule.update", "velocity *= self.momentum", "velocity *= 0"),
+    "a sum, not a mean": ("OuterSteps._begin", 'op="mean"', 'op="sum"'),
+    "a step too late": ("OuterSchedule.applies", "step - self.delay", "step - self.delay - 1"),
+    "a step too early": ("OuterSchedule.applies", "step - self.delay", "step - max(0, self.delay - 1)"),
+    "fragments in another order on one island": ("OuterSchedule.begins", "(count - 1) % self", "-count % self"),
+    "a stale outer copy after a resume": ("OuterSteps.load_state_dict", "row.kept[kind][...] = array", "pass"),
+    "the mean on its way is forgotten": ("OuterSteps.load_state_dict", ", flight,", ", None,"),
+    "what was lost is forgotten after a resume": ("OuterSteps.load_state_dict", "= array",
+        '= array * (kind != "feedback")'),
+    "what was lost is never given back": ("OuterSteps._arrived", "row.feedback.keep()", "row.feedback.forget()"),
+}  # fmt: skip
+
+
+def is_found(world):
+    """True if one of the tests above finds a planted bug on this rank."""
+    try:
+        right = has_the_bits(world, "both", 0.25)
+        right &= all([continued(world, case, 11) == continued(world, case, 0) for case in RESUMED])
+        return not right or not means_off(world, True) < 0.6 * means_off(world, False)
+    except (FompiError, AssertionError):
+        return True
+
+
+@pytest.mark.parametrize("name", ["nothing", *MUTANTS])
+def test_planted_bugs_are_found(world, name):
+    """Each of them by one of the tests above."""
+    undo, is_here = (lambda: None), "on one island" not in name or world.rank == 1
+    if name in MUTANTS and is_here:
+        path, old, new = MUTANTS[name]
+        undo = plant(WHERE + path, old, new)
+    try:
+        found = is_found(world)
+    finally:
+        undo()
+    assert fompi.all_reduce(np.array(int(found)), op="max", comm=world) == (name != "nothing")
