@@ -24,7 +24,7 @@ import numpy as np
 from fompi.backends.numbers import narrow, place, stored, upload, widen
 from fompi.base.call_options import wire_on
 from fompi.base.differences import detail
-from fompi.base.errors import DtypeError, LayoutError, ShapeError, StateError
+from fompi.base.errors import LayoutError, ShapeError, StateError
 from fompi.base.layout import accumulator, integer, number, offsets
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree, begin_agreement
@@ -77,10 +77,6 @@ class OuterSchedule:
         """The fragment that is applied after this step, if any."""
         return self.begins(step - self.delay)
 
-    def round_of(self, step: int) -> int:
-        """The how manieth exchange of its fragment begins after this step: 1, 2, ..."""
-        return (step - 1) // self.sync_every + 1
-
 
 @dataclass(frozen=True)
 class OuterRule:
@@ -120,7 +116,7 @@ class OuterRule:
 
 
 @dataclass(frozen=True)
-class OuterRound:
+class OuterNumbers:
     """The numbers of one exchange, of what this rank holds.
 
     `step`: the inner step after which fragment `fragment` was sent. `norm`: of the mean outer gradient. `drift`: of
@@ -169,29 +165,10 @@ class OuterOptions:
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     averaged: Mapping[str, int] | None = None
-    on_round: Callable[[OuterRound], object] | None = None
-
-    @property
-    def schedule(self) -> OuterSchedule:
-        count: Any = self.fragments if integer(self.fragments) is not None else len(self.fragments)  # type: ignore[arg-type]
-        return OuterSchedule(self.sync_every, count, self.delay)
-
-    @property
-    def rule(self) -> OuterRule:
-        return OuterRule(self.outer_lr, self.outer_momentum, self.alpha)
-
-    def periods(self, names: Iterable[str]) -> dict[str, int]:
-        """name -> in every how manieth exchange of its fragment it travels, for what is averaged."""
-        known, found = {*names}, dict(self.averaged or {})
-        for name, period in found.items():
-            if name not in known:
-                raise LayoutError(f"averaged= names {name!r}, which is no tensor here")
-            if integer(period) is None or period < 1:
-                raise LayoutError(f"averaged={{{name!r}: {period!r}}} must be an integer of at least 1")
-        return found
+    on_exchange: Callable[[OuterNumbers], object] | None = None
 
 
-class Row:
+class OuterRow:
     """Tensors of one fragment that travel together, one behind the other, in every `period`-th exchange of it.
 
     `outer` and `velocity` are those of parameters, on the host, in float32 or float64. What is averaged has none.
@@ -212,14 +189,13 @@ class Row:
         self.feedback = feedback_of(lossy, self.dtype, lambda: np.zeros(ends[-1], np.float32))
 
     def borrowed(self, get: Callable[[str], Any]) -> dict[str, Tensor]:
-        """The tensors of the program. Raises ShapeError or DtypeError for those that have become others."""
+        """The tensors of the program. Raises ShapeError for those that have become others."""
         found = {}
         for name, (dtype, shape) in self.forms.items():
             found[name] = tensor = borrow(detached(get(name)), f"{name!r}")
-            if tensor.array.shape != shape:
-                raise ShapeError(f"{name!r} had the shape {shape} before the first step, and has {tensor.array.shape}")
-            if accumulator(tensor.dtype) != self.dtype:
-                raise DtypeError(f"{name!r} was {dtype} before the first step, and is {tensor.dtype}")
+            if tensor.array.shape != shape or accumulator(tensor.dtype) != self.dtype:
+                now = f"{tensor.dtype} {tensor.array.shape}"
+                raise ShapeError(f"{name!r} was {dtype} {shape} before the first step, and is {now}")
         return found
 
     def term(self, tensors: Mapping[str, Tensor]) -> Array:
@@ -284,23 +260,16 @@ def _norm(rows: Iterable[Array]) -> float:
     return float(np.sqrt(sum(np.square(row, dtype=np.float64).sum() for row in rows)))
 
 
-def _form(name: str, tensor: Tensor, fragment_of: Mapping[str, int], periods: Mapping[str, int]) -> str:
-    """What of a parameter must be the same on all islands."""
-    often = f", averaged in every {periods[name]}th exchange" if name in periods else ""
-    return f"{tensor.dtype} {tensor.array.shape} in fragment {fragment_of[name]}{often}"
-
-
 @dataclass
-class Flight:
-    """An exchange on its way: what this island has sent, and the calls; once it has arrived, the means."""
+class OuterExchange:
+    """An exchange on its way: what this island has sent, and the calls. `arrived`: the means, and the numbers."""
 
     step: int
     fragment: int
-    rows: list[Row]
-    sent: list[Array]
-    calls: list[Any]
-    means: list[Array] | None = None
-    numbers: OuterRound | None = None
+    rows: list[OuterRow]
+    sent: Sequence[Array] = ()
+    calls: Sequence[Any] = ()
+    arrived: tuple[list[Array], OuterNumbers] | None = None
 
 
 class OuterSteps:
@@ -321,7 +290,7 @@ class OuterSteps:
     `wire` (`fompi.base.wires`) is what differences travel in, `feedback` gives back what messages of this island have
     lost. Without a wire all sums are in the order of ranks. What is averaged travels as it is. Where `comm` belongs to
     a mesh with `priority=` that does not name its axis, messages leave behind all others.
-    `on_round`: called with an `OuterRound` for each mean that is applied.
+    `on_exchange`: called with an `OuterNumbers` for each mean that is applied.
 
     Making one is collective. Raises MismatchError on all ranks if they differ in names, forms, fragments or options;
     and in the first `step`, if the islands begin with different parameters or at different steps.
@@ -341,29 +310,33 @@ class OuterSteps:
             carrier = carrying("OuterSteps", comm, options, dtypes, [*known, "wire", "feedback"])
             if "sync_every" not in own:
                 raise LayoutError("sync_every= is missing: the steps between two exchanges of a fragment")
-            self.options = OuterOptions(**own)
-            self.schedule, self.rule = self.options.schedule, self.options.rule
-            fragment_of, periods = dealt([*tensors], self.options.fragments), self.options.periods(tensors)
+            self.options = asked = OuterOptions(**own)
+            count: Any = asked.fragments if integer(asked.fragments) is not None else len(asked.fragments)  # type: ignore
+            self.schedule = OuterSchedule(asked.sync_every, count, asked.delay)
+            self.rule = OuterRule(asked.outer_lr, asked.outer_momentum, asked.alpha)
+            fragment_of, periods = dealt([*tensors], asked.fragments), dict(asked.averaged or {})
+            for name, often in periods.items():
+                if name not in tensors or (integer(often) or 0) < 1:
+                    raise LayoutError(f"averaged={{{name!r}: {often!r}}} must be a parameter, and an integer >= 1")
             for name, tensor in tensors.items():
                 key = fragment_of[name], accumulator(tensor.dtype), periods.get(name)
                 rows.setdefault(key, {})[name] = tensor
             how = {name: carrier.how[name] for name in ("wire", "feedback") if name in carrier.how}
-            text = "".join(
-                detail(*words)
-                for words in [
-                    *{**asdict(self.schedule), **asdict(self.rule), **how}.items(),
-                    *((f"parameter {name!r}", _form(name, t, fragment_of, periods)) for name, t in tensors.items()),
-                ]
-            )
+            words = asdict(self.schedule) | asdict(self.rule) | how
+            for name, t in tensors.items():
+                form = f"{t.dtype} {t.array.shape} in fragment {fragment_of[name]}"
+                words[f"parameter {name!r}"] = form + (f", averaged: {periods[name]}" if name in periods else "")
+            text = "".join(detail(*pair) for pair in words.items())
         except Exception as refusal:
             error = refusal
         agree(given, f"OuterSteps{text}", error)
         self.comm = given.split(0, given.rank, f"{given.name}/outer")  # its calls have an order of their own
-        self.rows: list[list[Row]] = [[] for _ in range(self.schedule.fragments)]
+        self.rows: list[list[OuterRow]] = [[] for _ in range(self.schedule.fragments)]
         for (p, _, period), part in rows.items():
-            self.rows[p].append(Row(part, period, self.rule, self.comm.using(**how)))
+            self.rows[p].append(OuterRow(part, period, self.rule, self.comm.using(**how)))
         self.steps, self.closed = 0, False  # the inner steps until now
-        self._flight: Flight | None = None
+        self._applied = [0] * self.schedule.fragments  # exchanges: an island that has left one out is refused
+        self._flight: OuterExchange | None = None
         self._is_compared, self._waits = False, Waits()
 
     # -------------------------------------------------------------------------------------------------- the steps
@@ -389,9 +362,10 @@ class OuterSteps:
 
     def _begin(self, get: Callable[[str], Any]) -> None:
         """The fragment of this step leaves."""
-        p, count = self.schedule.begins(self.steps), self.schedule.round_of(self.steps)
+        p = self.schedule.begins(self.steps)
         assert p is not None
-        rows, text = [row for row in self.rows[p] if count % row.period == 0], f"fragment {p} after step {self.steps}"
+        rows = self._rows_now(p, self._applied)
+        text = f"fragment {p} after step {self.steps} and {self._applied[p]} of its exchanges"
         try:
             sent = [row.term(row.borrowed(get)) for row in rows]
         except Exception as error:
@@ -401,7 +375,11 @@ class OuterSteps:
             start_with(all_reduce, text, x, dtype=row.dtype, op="mean", comm=row.sums)
             for row, x in zip(rows, sent, strict=True)
         ]
-        self._flight = Flight(self.steps, p, rows, sent, calls)
+        self._flight = OuterExchange(self.steps, p, rows, sent, calls)
+
+    def _rows_now(self, p: int, applied: Sequence[int]) -> list[OuterRow]:
+        """What travels in the next exchange of a fragment, of which some were applied."""
+        return [row for row in self.rows[p] if (applied[p] + 1) % row.period == 0]
 
     def _refuse(self, text: str, error: Exception, calls: int) -> None:
         """Take part in the next calls of the other islands by an error, so that they do not wait."""
@@ -415,19 +393,20 @@ class OuterSteps:
         assert flight is not None
         means, numbers = self._arrived(flight)
         self._flight = None
+        self._applied[flight.fragment] += 1
         for row, mean in zip(flight.rows, means, strict=True):
             if row.outer is not None:
                 self.rule.update(row.outer, row.velocity, mean)
         for row, mean in zip(flight.rows, means, strict=True):
             changed |= row.blended(self.rule, mean, row.borrowed(get))
-        if self.options.on_round is not None:
-            self.options.on_round(numbers)
+        if self.options.on_exchange is not None:
+            self.options.on_exchange(numbers)
         return changed
 
-    def _arrived(self, flight: Flight) -> tuple[list[Array], OuterRound]:
+    def _arrived(self, flight: OuterExchange) -> tuple[list[Array], OuterNumbers]:
         """The means of an exchange, and its numbers. Waits for them. If that fails, the exchange is left out."""
-        if flight.means is not None and flight.numbers is not None:
-            return flight.means, flight.numbers
+        if flight.arrived is not None:
+            return flight.arrived
         before = self._waits.seconds
         try:
             means = [self._waits.result(call) for call in flight.calls]
@@ -438,7 +417,7 @@ class OuterSteps:
             if row.feedback is not None:
                 row.feedback.keep()
         pairs = [(x, m) for row, x, m in zip(flight.rows, flight.sent, means, strict=True) if row.outer is not None]
-        numbers = OuterRound(
+        numbers = OuterNumbers(
             flight.step,
             flight.fragment,
             norm=_norm(mean for _, mean in pairs),
@@ -446,7 +425,7 @@ class OuterSteps:
             nbytes=sum(e.nbytes for call in flight.calls for e in call.trace.events if e.lane.startswith("send")),
             exposed=self._waits.seconds - before,
         )
-        flight.means, flight.numbers, flight.sent, flight.calls = means, numbers, [], []
+        flight.arrived, flight.sent, flight.calls = (means, numbers), (), ()
         return means, numbers
 
     def _drop(self) -> None:
@@ -463,7 +442,7 @@ class OuterSteps:
     def _compare(self) -> None:
         """All islands have the same outer copies at the same step, or all raise. Once, and after a load."""
         flight = self._flight
-        words = detail("steps", self.steps)
+        words = detail("steps", self.steps) + detail("exchanges of each fragment", self._applied)
         words += detail("on its way", flight and f"fragment {flight.fragment} after step {flight.step}")
         for kind, named in self._kept().items():
             for name, array in named.items():
@@ -477,8 +456,8 @@ class OuterSteps:
         """kind -> name -> a view of what is kept, and of what has arrived."""
         found: dict[str, dict[str, Array]] = {}
         listed = [(kind, row, array) for rows in self.rows for row in rows for kind, array in row.kept.items()]
-        if self._flight is not None and self._flight.means is not None:
-            listed += [("mean", *pair) for pair in zip(self._flight.rows, self._flight.means, strict=True)]
+        if self._flight is not None and self._flight.arrived is not None:
+            listed += [("mean", *pair) for pair in zip(self._flight.rows, self._flight.arrived[0], strict=True)]
         for kind, row, array in listed:
             found.setdefault(kind, {}).update(row.named(array))
         return found
@@ -486,14 +465,14 @@ class OuterSteps:
     def state_dict(self) -> dict[str, Any]:
         """What these outer steps need to go on, in copies: also in the middle of a delay, whose exchange it waits for.
 
-        {"steps": t, "outer": {name: copy}, "momentum": {name: v}}; with feedback "feedback", what messages of this
-        island have lost. With an exchange on its way "mean", what has arrived, and "round", its numbers. Tensors are
-        of torch where parameters are, else of NumPy.
+        "outer" and "momentum" of each parameter; with feedback "feedback", what messages of this island have lost. With
+        an exchange on its way "mean" and "numbers", what has arrived. "steps", and how often each fragment was
+        "applied". Tensors are of torch where parameters are, else of NumPy.
         Each rank saves its own, with its parameters and the state of its inner optimizer: they differ between islands.
         """
-        state: dict[str, Any] = {"steps": self.steps}
+        state: dict[str, Any] = {"steps": self.steps, "applied": [*self._applied]}
         if self._flight is not None:
-            state["round"] = asdict(self._arrived(self._flight)[1])
+            state["numbers"] = asdict(self._arrived(self._flight)[1])
         of = {name: row for rows in self.rows for row in rows for name in row.forms}
         for kind, named in self._kept().items():
             state[kind] = {name: lend(a.copy(), of[name].dtype, of[name].framework) for name, a in named.items()}
@@ -514,27 +493,23 @@ class OuterSteps:
         self._drop()
         for row, kind, array in found:
             row.kept[kind][...] = array
-        self.steps, self._flight, self._is_compared = int(state["steps"]), flight, False
+        self.steps, self._applied = int(state["steps"]), [*state["applied"]]
+        self._flight, self._is_compared = flight, False
 
-    def _read(self, state: Mapping[str, Any]) -> tuple[Flight | None, list[tuple[Row, str, Array]]]:
+    def _read(self, state: Mapping[str, Any]) -> tuple[OuterExchange | None, list[tuple[OuterRow, str, Array]]]:
         """The exchange on its way, and the rows of all that is kept. Raises the error of what does not fit."""
-        if not isinstance(state, Mapping) or integer(state.get("steps")) is None:
+        if not isinstance(state, Mapping) or len(state.get("applied", ())) != self.schedule.fragments:
             raise LayoutError("the state must be what state_dict() of these outer steps has returned")
         found = [(row, kind, row.read(kind, state)) for rows in self.rows for row in rows for kind in row.kept]
-        if "round" not in state:
+        if "numbers" not in state:
             return None, found
-        numbers = OuterRound(**state["round"])
-        p, count = self.schedule.begins(numbers.step), self.schedule.round_of(numbers.step)
+        numbers = OuterNumbers(**state["numbers"])
+        p = self.schedule.begins(numbers.step)
         if p is None or p != numbers.fragment or not 0 <= state["steps"] - numbers.step < max(1, self.schedule.delay):
             raise LayoutError(f"the state has fragment {numbers.fragment} on its way, which {self.schedule} has not")
-        rows = [row for row in self.rows[p] if count % row.period == 0]
-        means = [row.read("mean", state) for row in rows]
-        return Flight(numbers.step, p, rows, [], [], means, numbers), found
-
-    @property
-    def waited(self) -> float:
-        """For how many seconds this rank has waited for exchanges: what was exposed."""
-        return self._waits.seconds
+        rows = self._rows_now(p, state["applied"])
+        arrived = [row.read("mean", state) for row in rows], numbers
+        return OuterExchange(numbers.step, p, rows, arrived=arrived), found
 
     def close(self) -> None:
         """Wait for an exchange on its way, which is not applied, and free the communicator. Collective."""

@@ -1,10 +1,4 @@
-"""Outer steps for a training loop of PyTorch: `fompi.torch.DiLoCo` and `LocalSGD`, on `fompi.parallel.outer`.
-
-outer = fompi.torch.DiLoCo(model, optimizer, mesh["islands"], sync_every=30, delay=1)
-...
-optimizer.step()
-outer.step()
-"""
+"""Outer steps for a training loop of PyTorch: `fompi.torch.DiLoCo` and `LocalSGD`, on `fompi.parallel.outer`."""
 
 from __future__ import annotations
 
@@ -40,7 +34,7 @@ class DiLoCo:
     wire=None: what differences travel in (`fompi.base.wires`). feedback=False: give back what messages have lost.
     moments=None: {"exp_avg": 3, "exp_avg_sq": 6} also takes the mean of these moments of the optimizer, each in every
     n-th exchange of its parameter (DES-LOC, arXiv 2505.22549). They have no outer copy, and travel as they are.
-    on_round=None: called with the numbers of each exchange, an `OuterRound`: norm, drift, bytes, exposed seconds.
+    on_exchange=None: called with the numbers of each exchange, an `OuterNumbers`: norm, drift, bytes, exposed seconds.
 
     Parameters that require grad take part; of a DTensor, so of FSDP2 too, the part of this rank. Outer copies are on
     the host, of half types in float32. Buffers stay. `optimizer` may be None, with `ZeroDataParallel` for example: then
@@ -69,7 +63,7 @@ class DiLoCo:
             text = _optimizer_in_words(optimizer)
             owners = _fragments(model, fragments)
             for name in self._named():
-                values |= dict.fromkeys([name, *(f"{key} of {name}" for key in self._moments)], self._part(name))
+                values |= dict.fromkeys([name, *(f"{key} of {name}" for key in self._moments)], self._read(name))
         except Exception as error:
             refusal = error
         agree(Communicator.of(comm).plain, f"{type(self).__name__}{text}", refusal)
@@ -125,8 +119,9 @@ class DiLoCo:
 
     def _read(self, name: str) -> torch.Tensor:
         """The same on the host. A moment that does not exist is 0."""
-        part = self._part(name)
-        return torch.zeros_like(self._part(name.rpartition(" of ")[2])) if part is None else part.cpu()
+        if (part := self._part(name)) is not None:
+            return part.cpu()
+        return torch.zeros_like(self._read(name.rpartition(" of ")[2]))
 
 
 class LocalSGD(DiLoCo):
