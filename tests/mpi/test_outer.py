@@ -17,6 +17,9 @@ from fompi.parallel.outer import OuterSteps
 
 pytestmark = pytest.mark.ranks(mpich=[2, 4], openmpi=[2])
 
+ON_TWO = pytest.mark.ranks(mpich=[2])
+"""What more ranks say no more of."""
+
 SHAPES = {"a": (3, 5), "b": (7,), "empty": (0, 2), "c": (4, 1, 2), "scale": (), "d": (11,)}
 ETA, BETA = 0.7, 0.9
 COMBINATIONS = {"plain": (4, 1, 0), "delay": (4, 1, 3), "fragments": (4, 2, 0), "both": (6, 3, 1)}
@@ -177,10 +180,12 @@ def means_off(world, feedback):
     return float(np.linalg.norm(total / 32 - exact))
 
 
+@ON_TWO
 def test_feedback_gives_back_what_was_lost(world):
     assert means_off(world, True) < 0.6 * means_off(world, False)
 
 
+@ON_TWO
 def test_moments_travel_less_often(world):
     """DES-LOC: the mean of what is averaged, in every third exchange, without an outer copy."""
     values = {"w": np.zeros(3), "m": np.zeros(5)}
@@ -194,6 +199,7 @@ def test_moments_travel_less_often(world):
             assert t % 2 or values["w"][0] == pytest.approx(t * (world.size - 1) / 2)
 
 
+@ON_TWO
 @pytest.mark.parametrize("kind", ["jax", "bfloat16"])
 def test_other_frameworks_and_half_types(world, kind):
     """Outer copies of half types are in float32, so small outer steps add up."""
@@ -219,6 +225,7 @@ MISMATCHES = {
 }
 
 
+@ON_TWO
 @pytest.mark.parametrize("word", MISMATCHES)
 def test_another_option_on_one_rank(world, word):
     fragments = [["a", "empty", "scale"], ["b", "c", "d"]]
@@ -318,6 +325,7 @@ def is_found(world):
         return True
 
 
+@ON_TWO
 @pytest.mark.parametrize("name", ["nothing", *MUTANTS])
 def test_planted_bugs_are_found(world, name):
     """Each of them by one of the tests above."""

@@ -14,6 +14,7 @@ from fompi.torch import DiLoCo, DistributedDataParallel, LocalSGD, ZeroDataParal
 
 pytestmark = [pytest.mark.ranks(mpich=[2, 4], openmpi=[]), pytest.mark.usefixtures("float64")]
 
+ON_TWO = pytest.mark.ranks(mpich=[2])
 ON_FOUR = pytest.mark.ranks(mpich=[4])
 STEPS = 14
 
@@ -114,6 +115,7 @@ def test_training(world, case):
     close(model, reference(world.size, STEPS, period, fragments, delay, alpha, moments=moments.items())[world.rank])
 
 
+@ON_TWO
 def test_local_sgd_is_the_mean(world):
     model = made()
     optimizer = adam(model)
@@ -144,6 +146,7 @@ def test_each_step_is_data_parallelism(world):
     ddp.close()
 
 
+@ON_TWO
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_resumed_run_has_the_same_bits(world, dtype, tmp_path):
     """Saved by torch.save in the middle of a delay. The state is loaded before the parameters, or after."""
@@ -174,6 +177,7 @@ def test_a_resumed_run_has_the_same_bits(world, dtype, tmp_path):
         assert all(map(torch.equal, run(saved_after, order), whole))
 
 
+@ON_TWO
 def test_what_differs_is_named_on_all_ranks(world):
     """The class and the options of the optimizer, the modules of fragments, the model."""
     last, model = world.rank == world.size - 1, made()
@@ -197,6 +201,7 @@ def test_what_differs_is_named_on_all_ranks(world):
         outer.step()
 
 
+@ON_TWO
 def test_wrong_arguments(world):
     """On one rank only: all ranks have an error."""
     last, model = world.rank == world.size - 1, made()
@@ -214,6 +219,7 @@ def test_wrong_arguments(world):
             outer.step()
 
 
+@ON_TWO
 def test_frozen_and_tied_parameters(world):
     """What is frozen stays this island's own. A tied parameter travels once."""
     model = made()
