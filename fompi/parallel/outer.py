@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,8 @@ from fompi.base.layout import accumulator, integer, number, offsets
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree, begin_agreement
 from fompi.ops.operations import all_reduce
-from fompi.parallel.arrays import borrow, carrying, lent, start_with
+from fompi.parallel.arrays import array_of, borrow, carrying, lent, start_with
 from fompi.parallel.buckets import detached
-from fompi.parallel.gathers import Waits
 from fompi.parallel.sums import feedback_of, summing
 from fompi.tensors.dlpack import Tensor, lend
 
@@ -91,13 +91,14 @@ class OuterRule:
     alpha: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, value, fits in (
-            ("outer_lr", self.lr, lambda x: x >= 0),
-            ("outer_momentum", self.momentum, lambda x: 0 <= x < 1),
-            ("alpha", self.alpha, lambda x: 0 <= x <= 1),
+        for field, name, fits in (
+            ("lr", "outer_lr", lambda x: x >= 0),
+            ("momentum", "outer_momentum", lambda x: 0 <= x < 1),
+            ("alpha", "alpha", lambda x: 0 <= x <= 1),
         ):
-            if (found := number(value)) is None or not fits(found):
+            if (found := number(value := getattr(self, field))) is None or not fits(found):
                 raise LayoutError(f"{name}={value!r} must be a number, outer_lr >= 0, momentum < 1, 0 <= alpha <= 1")
+            object.__setattr__(self, field, found)  # a number of NumPy would widen arrays
 
     def update(self, outer: Array, velocity: Array | None, mean: Array) -> None:
         """Write the outer copy and v. None is the v of no momentum."""
@@ -109,9 +110,9 @@ class OuterRule:
         outer -= self.lr * (mean + self.momentum * velocity)
 
     def blend(self, theta: Array, target: Array) -> Array:
-        """alpha theta + (1 - alpha) target, in new memory. What counts nothing may be infinite."""
-        if self.alpha in (0, 1):
-            return (theta if self.alpha else target).copy()
+        """alpha theta + (1 - alpha) target, in new memory. With alpha=0 theta may be infinite."""
+        if self.alpha == 0:
+            return target.copy()
         return self.alpha * theta + (1 - self.alpha) * target
 
 
@@ -158,7 +159,7 @@ def dealt(names: Sequence[str], fragments: int | Sequence[Sequence[str]]) -> dic
 class OuterOptions:
     """The keywords of `OuterSteps`, with their defaults. What it means is said there."""
 
-    sync_every: int
+    sync_every: Any = None  # every program says it
     fragments: int | Sequence[Sequence[str]] = 1
     delay: int = 0
     alpha: float = 0.0
@@ -208,9 +209,7 @@ class OuterRow:
         return x
 
     def blended(self, rule: OuterRule, mean: Array, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """name -> the new tensor, from the outer copy or the mean. With alpha=1 there is none."""
-        if rule.alpha == 1:
-            return {}
+        """name -> the new tensor, from the outer copy or the mean."""
         row = rule.blend(_flat(tensors), mean if self.outer is None else self.outer)
         return {name: _like(tensors[name], row[span]) for name, span in self.spans.items()}
 
@@ -220,10 +219,6 @@ class OuterRow:
         lost = None if self.feedback is None else self.feedback.lost
         rows = {"outer": self.outer, "momentum": self.velocity, "feedback": lost}
         return {kind: row for kind, row in rows.items() if row is not None}
-
-    def named(self, row: Array) -> dict[str, Array]:
-        """name -> its elements of such a row, in its shape."""
-        return {name: row[span].reshape(self.forms[name][1]) for name, span in self.spans.items()}
 
     def read(self, kind: str, state: Mapping[str, Any]) -> Array:
         """The row of this kind in a state. Raises LayoutError or ShapeError."""
@@ -280,7 +275,7 @@ class OuterSteps:
                 params = outer.step(inner(params, batch))
 
     After step t the exchange of a fragment begins, and after step t + `delay` its mean is applied (`OuterSchedule`,
-    `OuterRule`): theta = alpha theta + (1 - alpha) outer. Between two outer steps nothing is sent.
+    `OuterRule`): theta = alpha theta + (1 - alpha) outer. Between two outer steps nothing is sent; with alpha=1 never.
 
     `params`: name -> tensor of any framework, the same on all islands, copied. float64, float32, bfloat16 or float16;
     outer copies are on the host, of half types in float32. `fragments`: a number, to which names are dealt round
@@ -308,8 +303,6 @@ class OuterSteps:
             tensors = {name: borrow(detached(x), f"the parameter {name!r}") for name, x in params.items()}
             dtypes = [accumulator(t.dtype) for t in tensors.values()]
             carrier = carrying("OuterSteps", comm, options, dtypes, [*known, "wire", "feedback"])
-            if "sync_every" not in own:
-                raise LayoutError("sync_every= is missing: the steps between two exchanges of a fragment")
             self.options = asked = OuterOptions(**own)
             count: Any = asked.fragments if integer(asked.fragments) is not None else len(asked.fragments)  # type: ignore
             self.schedule = OuterSchedule(asked.sync_every, count, asked.delay)
@@ -337,9 +330,8 @@ class OuterSteps:
         self.steps, self.closed = 0, False  # the inner steps until now
         self._applied = [0] * self.schedule.fragments  # exchanges: an island that has left one out is refused
         self._flight: OuterExchange | None = None
-        self._is_compared, self._waits = False, Waits()
+        self._is_compared = False
 
-    # -------------------------------------------------------------------------------------------------- the steps
     def step(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """An inner step has made `params`. Returns them with what this outer step changes, in new tensors.
 
@@ -354,6 +346,8 @@ class OuterSteps:
         if not self._is_compared:
             self._compare()
         self.steps += 1
+        if self.rule.alpha == 1:  # these islands train alone
+            return {}
         if self.schedule.begins(self.steps) is not None:
             self._begin(get)
         if self.schedule.applies(self.steps) is None or self._flight is None:
@@ -407,23 +401,23 @@ class OuterSteps:
         """The means of an exchange, and its numbers. Waits for them. If that fails, the exchange is left out."""
         if flight.arrived is not None:
             return flight.arrived
-        before = self._waits.seconds
+        begun = perf_counter()
         try:
-            means = [self._waits.result(call) for call in flight.calls]
+            means = [array_of(call.wait()) for call in flight.calls]
         except BaseException:
             self._drop()
             raise
+        exposed = perf_counter() - begun
         for row in flight.rows:
             if row.feedback is not None:
                 row.feedback.keep()
         pairs = [(x, m) for row, x, m in zip(flight.rows, flight.sent, means, strict=True) if row.outer is not None]
         numbers = OuterNumbers(
-            flight.step,
-            flight.fragment,
+            *(flight.step, flight.fragment),
             norm=_norm(mean for _, mean in pairs),
             drift=_norm(x - mean for x, mean in pairs),
             nbytes=sum(e.nbytes for call in flight.calls for e in call.trace.events if e.lane.startswith("send")),
-            exposed=self._waits.seconds - before,
+            exposed=exposed,
         )
         flight.arrived, flight.sent, flight.calls = (means, numbers), (), ()
         return means, numbers
@@ -456,10 +450,11 @@ class OuterSteps:
         """kind -> name -> a view of what is kept, and of what has arrived."""
         found: dict[str, dict[str, Array]] = {}
         listed = [(kind, row, array) for rows in self.rows for row in rows for kind, array in row.kept.items()]
-        if self._flight is not None and self._flight.arrived is not None:
-            listed += [("mean", *pair) for pair in zip(self._flight.rows, self._flight.arrived[0], strict=True)]
+        if (flight := self._flight) is not None and flight.arrived is not None:
+            listed += [("mean", row, mean) for row, mean in zip(flight.rows, flight.arrived[0], strict=True)]
         for kind, row, array in listed:
-            found.setdefault(kind, {}).update(row.named(array))
+            parts = {name: array[span].reshape(row.forms[name][1]) for name, span in row.spans.items()}
+            found.setdefault(kind, {}).update(parts)
         return found
 
     def state_dict(self) -> dict[str, Any]:

@@ -101,9 +101,11 @@ def test_one_step_at_a_time_is_data_parallelism(world):
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-12, atol=1e-13)
 
 
-def test_alpha_one_never_changes_parameters(world):
+def test_alpha_one_never_exchanges(world):
     with OuterSteps(start(), comm=world, sync_every=2, delay=1, alpha=1.0) as outer:
-        found, alone = train(outer, start(), world.rank, range(1, 9)), start()
+        with outer.comm.record() as traces:
+            found, alone = train(outer, start(), world.rank, range(1, 9)), start()
+        assert not traces
     for t in range(1, 9):
         alone = inner(alone, world.rank, t)
     assert digest(found) == digest(alone)
@@ -200,14 +202,22 @@ def test_moments_travel_less_often(world):
 
 
 @ON_TWO
-@pytest.mark.parametrize("kind", ["jax", "bfloat16"])
-def test_other_frameworks_and_half_types(world, kind):
+@pytest.mark.parametrize("kind", ["jax", "bfloat16", "device"])
+def test_other_frameworks_and_half_types(world, device, kind):
     """Outer copies of half types are in float32, so small outer steps add up."""
-    made = (lambda a: jnp.asarray(a, jnp.float32)) if kind == "jax" else (lambda a: np.asarray(a, ml_dtypes.bfloat16))
+    made = {
+        "jax": lambda a: jnp.asarray(a, jnp.float32),
+        "bfloat16": lambda a: np.asarray(a, ml_dtypes.bfloat16),
+        "device": lambda a: device.array(np.asarray(a, np.float32)),
+    }[kind]
+
+    def on_host(w):
+        return w.get() if kind == "device" else np.asarray(w, np.float32)
+
     values = {"w": made(np.ones(8))}
     with OuterSteps(values, comm=world, sync_every=1, outer_lr=2.0**-12, outer_momentum=0.0) as outer:
         for _ in range(16):
-            moved = {"w": made(np.asarray(values["w"], np.float32) - (world.rank + 1))}
+            moved = {"w": made(on_host(values["w"]) - (world.rank + 1))}
             values = outer.step(moved)
         assert type(values["w"]) is type(moved["w"]) and values["w"].dtype == moved["w"].dtype
         kept = outer.state_dict()["outer"]["w"]
