@@ -284,6 +284,16 @@ def test_an_island_that_cannot_send_refuses_for_all(world):
         outer.step(params)
 
 
+def test_an_island_that_has_left_out_an_exchange_is_refused(world):
+    """As after an error that only some ranks have had: its outer copy is another one."""
+    params = start()
+    with OuterSteps(params, comm=world, sync_every=2) as outer:
+        params = train(outer, params, world.rank, range(1, 3))
+        outer._applied[0] -= world.rank == 1
+        with pytest.raises(MismatchError, match="fragment 0 after step 4 and 0 of its exchanges"):
+            train(outer, params, world.rank, range(3, 5))
+
+
 def test_wrong_arguments_on_one_rank(world):
     """That rank raises what is wrong, the others a MismatchError."""
     last = world.rank == world.size - 1

@@ -266,56 +266,72 @@ def sgd_reference(steps, how):
     return models
 
 
+def loss_of(y, target):
+    return (y - target).square().mean()
+
+
+def island_of(inside, grid, mesh):
+    """(the module of this rank, its optimizer, a step on the batch of the island), on the two ranks of an island."""
+    inner, model = grid["inner"], made()
+    mine = inner.rank
+    if inside == "pipeline":
+        layers = {str(i): layer for i, layer in enumerate(model) if (i > 2) == mine}
+        model, options = torch.nn.ModuleDict(layers), {"microbatches": 2, "activations": (3, 8), "dtype": "float64"}
+        pipe = fompi.torch.Pipeline([torch.nn.Sequential(*layers.values())], comm=inner, loss=loss_of, **options)
+    elif inside == "zero":
+        model = ZeroDataParallel(model, inner, optimizer=SGD(0.1), zero=2)
+    elif inside == "ddp":
+        model = DistributedDataParallel(model, inner)
+    elif inside == "fsdp2":
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        layers = nn.ColumnParallelLinear(5, 8, comm=inner), nn.RowParallelLinear(8, 8, comm=inner)
+        model = torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1], torch.nn.Tanh(), torch.nn.Linear(8, 4))
+        nn.load_full_state_dict(model, made().state_dict())
+    optimizer = None if inside == "zero" else torch.optim.SGD(model.parameters(), 0.1)
+
+    def train(x, y):
+        if optimizer is not None:
+            optimizer.zero_grad()
+        if inside == "pipeline":
+            pipe.step([*x.chunk(2)], [*y.chunk(2)])
+            for p in model.parameters():
+                p.grad /= 2
+        else:
+            loss_of(model(x.chunk(2)[mine]), y.chunk(2)[mine]).backward()
+        if inside == "tensor":  # gradients of layers that are spread are of the sum of the losses
+            for p in model[4].parameters():
+                p.grad = fompi.all_reduce(p.grad, comm=inner)
+            for p in model.parameters():
+                p.grad /= 2
+        if optimizer is None:
+            model.step()
+        else:
+            optimizer.step()
+
+    return model, optimizer, train
+
+
 @ON_FOUR
-@pytest.mark.parametrize("inside", ["ddp", "zero", "fsdp2", "tensor"])
+@pytest.mark.parametrize("inside", ["ddp", "zero", "fsdp2", "tensor", "pipeline"])
 def test_islands_of_two_ranks(world, group, inside):
     """Each rank exchanges what it holds along the axis of islands."""
     grid = fompi.Mesh(world, priority=["inner"], islands=2, inner=2)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("islands", "inner"))
-    island, place, how = grid.coordinates["islands"], grid.coordinates["inner"], {"sync_every": 3}
-    model, whole = made(), made()
-    net, optimizer, rows = model, None, lambda t: t.chunk(2)[place]
-    if inside == "ddp":
-        net = DistributedDataParallel(model, grid["inner"])
-    elif inside == "zero":
-        net = ZeroDataParallel(model, grid["inner"], optimizer=SGD(0.1), zero=2)
-    elif inside == "fsdp2":
-        for layer in (model[0], model[4]):
-            fully_shard(layer, mesh=mesh["inner"])
-        net = fully_shard(model, mesh=mesh["inner"])
-    else:
-        tp = grid["inner"]
-        net = model = torch.nn.Sequential(
-            nn.ColumnParallelLinear(5, 8, comm=tp), torch.nn.Tanh(), nn.RowParallelLinear(8, 8, comm=tp),
-            torch.nn.Tanh(), torch.nn.Linear(8, 4),
-        )  # fmt: skip
-        nn.load_full_state_dict(model, whole.state_dict())
-    if inside != "zero":
-        optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    with DiLoCo(model, optimizer, grid["islands"], **how) as outer:
+    model, optimizer, train = island_of(inside, grid, mesh["inner"])
+    with DiLoCo(model, optimizer, grid["islands"], sync_every=3) as outer:
         assert outer.outer.comm.urgency == 1  # its messages leave behind those of the island
         for t in range(1, 8):
-            x, y = map(rows, batch(island, t))
-            loss = (net(x) - y).square().mean()
-            if inside == "tensor":  # gradients of rows are summed where layers are spread
-                (loss / 2).backward()
-                for p in model[4].parameters():
-                    p.grad = fompi.all_reduce(p.grad, comm=grid["inner"])
-            else:
-                loss.backward()
-            if inside == "zero":
-                net.step()
-            else:
-                optimizer.step()
-                optimizer.zero_grad()
+            train(*batch(grid.coordinates["islands"], t))
             outer.step()
-    expected = sgd_reference(7, how)[island]
-    if inside == "tensor":
-        state = nn.full_state_dict(model)
-    else:
-        state = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in model.named_parameters()}
-    for name, q in expected.named_parameters():
-        torch.testing.assert_close(state[name].detach(), q.detach(), rtol=1e-9, atol=1e-11)
+    state = nn.full_state_dict(model) if inside == "tensor" else dict(model.named_parameters())
+    expected = dict(sgd_reference(7, {"sync_every": 3})[grid.coordinates["islands"]].named_parameters())
+    assert len(state) == {"pipeline": 4 - 2 * grid["inner"].rank}.get(inside, 6)
+    for name, p in state.items():
+        whole = p.full_tensor() if hasattr(p, "full_tensor") else p
+        q = expected[name.removeprefix("module.")]
+        torch.testing.assert_close(whole.detach(), q.detach(), rtol=1e-9, atol=1e-11)
     if inside in ("ddp", "zero"):
-        net.close()
+        model.close()
     grid.close()
