@@ -15,7 +15,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
@@ -86,28 +86,28 @@ class OuterRule:
     numbers than lr >= 0, 0 <= momentum < 1 and 0 <= alpha <= 1.
     """
 
-    lr: float = 0.7
-    momentum: float = 0.9
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
     alpha: float = 0.0
 
     def __post_init__(self) -> None:
-        for field, name, fits in (
-            ("lr", "outer_lr", lambda x: x >= 0),
-            ("momentum", "outer_momentum", lambda x: 0 <= x < 1),
-            ("alpha", "alpha", lambda x: 0 <= x <= 1),
+        for name, fits in (
+            ("outer_lr", lambda x: x >= 0),
+            ("outer_momentum", lambda x: 0 <= x < 1),
+            ("alpha", lambda x: 0 <= x <= 1),
         ):
-            if (found := number(value := getattr(self, field))) is None or not fits(found):
+            if (found := number(value := getattr(self, name))) is None or not fits(found):
                 raise LayoutError(f"{name}={value!r} must be a number, outer_lr >= 0, momentum < 1, 0 <= alpha <= 1")
-            object.__setattr__(self, field, found)  # a number of NumPy would widen arrays
+            object.__setattr__(self, name, found)  # a number of NumPy would widen arrays
 
     def update(self, outer: Array, velocity: Array | None, mean: Array) -> None:
         """Write the outer copy and v. None is the v of no momentum."""
         if velocity is None:
-            outer -= self.lr * mean
+            outer -= self.outer_lr * mean
             return
-        velocity *= self.momentum
+        velocity *= self.outer_momentum
         velocity += mean
-        outer -= self.lr * (mean + self.momentum * velocity)
+        outer -= self.outer_lr * (mean + self.outer_momentum * velocity)
 
     def blend(self, theta: Array, target: Array) -> Array:
         """alpha theta + (1 - alpha) target, in new memory. With alpha=0 theta may be infinite."""
@@ -133,15 +133,22 @@ class OuterNumbers:
     exposed: float
 
 
+OF_RULE = ("outer_lr", "outer_momentum", "alpha")
+OPTIONS = ("sync_every", "fragments", "delay", *OF_RULE, "averaged", "on_exchange")
+"""The keywords of `OuterSteps`, besides those of its sums."""
+
+
+def _count(fragments: int | Sequence[Sequence[str]]) -> int:
+    return len(fragments) if isinstance(fragments, Sequence) else fragments
+
+
 def dealt(names: Sequence[str], fragments: int | Sequence[Sequence[str]]) -> dict[str, int]:
     """name -> its fragment. A number of fragments deals them round robin. Raises LayoutError."""
-    if (number_of := integer(fragments)) is not None:
-        count = number_of
-        found = {name: i % max(1, count) for i, name in enumerate(names)}
-    elif isinstance(fragments, (str, bytes)) or not isinstance(fragments, Sequence):
-        raise LayoutError(f"fragments={fragments!r} must be a number, or a list of lists")
+    count = _count(fragments)
+    if not isinstance(fragments, Sequence):
+        found = {name: i % count for i, name in enumerate(names)}
     else:
-        count, found = len(fragments), {}
+        found = {}
         for p, listed in enumerate(fragments):
             for name in listed:
                 if name not in names or name in found:
@@ -153,20 +160,6 @@ def dealt(names: Sequence[str], fragments: int | Sequence[Sequence[str]]) -> dic
     if empty := {*range(count)} - {*found.values()}:
         raise LayoutError(f"fragments: number {min(empty)} of {count} has no parameter")
     return {name: found[name] for name in names}
-
-
-@dataclass(frozen=True)
-class OuterOptions:
-    """The keywords of `OuterSteps`, with their defaults. What it means is said there."""
-
-    sync_every: Any = None  # every program says it
-    fragments: int | Sequence[Sequence[str]] = 1
-    delay: int = 0
-    alpha: float = 0.0
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
-    averaged: Mapping[str, int] | None = None
-    on_exchange: Callable[[OuterNumbers], object] | None = None
 
 
 class OuterRow:
@@ -183,7 +176,7 @@ class OuterRow:
         ends = offsets(tensor.array.size for tensor in tensors.values())
         self.spans = {name: slice(a, b) for name, (a, b) in zip(tensors, pairwise(ends), strict=True)}
         self.outer = _flat(tensors) if period is None else None
-        self.velocity = np.zeros_like(self.outer) if self.outer is not None and rule.momentum else None
+        self.velocity = np.zeros_like(self.outer) if self.outer is not None and rule.outer_momentum else None
         wire = wire_on(comm.how, self.dtype) if period is None else ""
         self.sums = summing(comm.plain, {"wire": wire} if wire else {"order": "ranks"})
         lossy = comm if wire else comm.plain
@@ -292,22 +285,21 @@ class OuterSteps:
     """
 
     def __init__(self, params: Mapping[str, Any], *, comm: Any, **options: Any):
-        known = [field.name for field in fields(OuterOptions)]
         given = Communicator.of(comm).plain
         rows: dict[tuple[int, str, int | None], dict[str, Tensor]] = {}
         how: dict[str, Any] = {}
         error: Exception | None = None
         text = ""
         try:
-            own = {name: options.pop(name) for name in known if name in options}
+            own = {name: options.pop(name) for name in OPTIONS if name in options}
             tensors = {name: borrow(detached(x), f"the parameter {name!r}") for name, x in params.items()}
             dtypes = [accumulator(t.dtype) for t in tensors.values()]
-            carrier = carrying("OuterSteps", comm, options, dtypes, [*known, "wire", "feedback"])
-            self.options = asked = OuterOptions(**own)
-            count: Any = asked.fragments if integer(asked.fragments) is not None else len(asked.fragments)  # type: ignore
-            self.schedule = OuterSchedule(asked.sync_every, count, asked.delay)
-            self.rule = OuterRule(asked.outer_lr, asked.outer_momentum, asked.alpha)
-            fragment_of, periods = dealt([*tensors], asked.fragments), dict(asked.averaged or {})
+            carrier = carrying("OuterSteps", comm, options, dtypes, [*OPTIONS, "wire", "feedback"])
+            fragments, periods = own.pop("fragments", 1), dict(own.pop("averaged", None) or {})
+            self._on_exchange = own.pop("on_exchange", None)
+            self.rule = OuterRule(**{name: own.pop(name) for name in OF_RULE if name in own})
+            self.schedule = OuterSchedule(fragments=_count(fragments), **{"sync_every": None, **own})
+            fragment_of = dealt([*tensors], fragments)
             for name, often in periods.items():
                 if name not in tensors or (integer(often) or 0) < 1:
                     raise LayoutError(f"averaged={{{name!r}: {often!r}}} must be a parameter, and an integer >= 1")
@@ -393,8 +385,8 @@ class OuterSteps:
                 self.rule.update(row.outer, row.velocity, mean)
         for row, mean in zip(flight.rows, means, strict=True):
             changed |= row.blended(self.rule, mean, row.borrowed(get))
-        if self.options.on_exchange is not None:
-            self.options.on_exchange(numbers)
+        if self._on_exchange is not None:
+            self._on_exchange(numbers)
         return changed
 
     def _arrived(self, flight: OuterExchange) -> tuple[list[Array], OuterNumbers]:

@@ -228,8 +228,8 @@ MISMATCHES = {
     "sync_every": {"sync_every": 8},
     "delay": {"delay": 1},
     "alpha": {"alpha": 0.5},
-    "lr": {"outer_lr": 0.5},
-    "momentum": {"outer_momentum": 0.5},
+    "outer_lr": {"outer_lr": 0.5},
+    "outer_momentum": {"outer_momentum": 0.5},
     "parameter 'a'": {"fragments": [["b", "c", "d"], ["a", "empty", "scale"]]},
     "wire": {"wire": "int8"},
 }
@@ -299,12 +299,14 @@ def test_wrong_arguments_on_one_rank(world):
     last = world.rank == world.size - 1
     for wrong, kind, words in (
         ({"delay": 4}, LayoutError, "delay=4"),
+        ({"sync_every": None}, LayoutError, "sync_every=None"),
+        ({"fragments": 2.0}, LayoutError, "fragments=2.0"),
         ({"dely": 1}, ArgumentError, "did you mean 'delay'"),
         ({"averaged": {"x": 2}}, LayoutError, "averaged={'x': 2}"),
         ({"feedback": True}, LayoutError, "needs a wire"),
     ):
         with pytest.raises(kind if last else MismatchError, match=words):
-            OuterSteps(start(), comm=world, sync_every=4, **(wrong if last else {}))
+            OuterSteps(start(), comm=world, **{"sync_every": 4, **(wrong if last else {})})
     with OuterSteps(start(), comm=world, sync_every=4) as outer:
         state = outer.state_dict()
         if last:
@@ -321,8 +323,8 @@ MUTANTS = {
     "the sign of D": ("OuterRow.term", "(self.outer, x,", "(x, self.outer,"),
     "the blend is the wrong way round": ("OuterRule.blend", "self.alpha * theta + (1 - self.alpha) * target",
         "(1 - self.alpha) * theta + self.alpha * target"),
-    "momentum once": ("OuterRule.update", "mean + self.momentum * velocity", "velocity"),
-    "momentum is not kept": ("OuterRule.update", "velocity *= self.momentum", "velocity *= 0"),
+    "momentum once": ("OuterRule.update", "mean + self.outer_momentum * velocity", "velocity"),
+    "momentum is not kept": ("OuterRule.update", "velocity *= self.outer_momentum", "velocity *= 0"),
     "a sum, not a mean": ("OuterSteps._begin", 'op="mean"', 'op="sum"'),
     "a step too late": ("OuterSchedule.applies", "step - self.delay", "step - self.delay - 1"),
     "a step too early": ("OuterSchedule.applies", "step - self.delay", "step - max(0, self.delay - 1)"),
