@@ -15,7 +15,7 @@ from fompi.base.errors import ArgumentError, FompiError, LayoutError, MismatchEr
 from fompi.base.wires import WIRES
 from fompi.parallel.outer import OuterSteps
 
-pytestmark = pytest.mark.ranks(mpich=[2, 4], openmpi=[2])
+pytestmark = pytest.mark.ranks(mpich=[2, 4], openmpi=[])
 
 ON_TWO = pytest.mark.ranks(mpich=[2])
 """What more ranks say no more of."""
