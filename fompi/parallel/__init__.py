@@ -3,6 +3,7 @@
 | file | what it holds |
 |---|---|
 | `data` | data parallelism: buckets of gradients that leave during the backward, optimizers, ZeRO 1 to 3 |
+| `outer` | outer steps: islands that train by themselves, and exchange parameters every few steps |
 | `pipeline` | pipeline parallelism: the actions of each rank, and stages that run by them |
 | `step` | a whole step as one plan, of layers that a program provides |
 | `tensor` | tensor parallelism with sequence parallelism: linear layers, attention, vocabulary |
@@ -22,6 +23,6 @@ from typing import Any
 
 def __getattr__(name: str) -> Any:
     """Import a strategy at the first use of its name: `fompi.parallel.data`."""
-    if name in ("data", "pipeline", "tensor", "sequence", "expert", "step"):
+    if name in ("data", "pipeline", "tensor", "sequence", "expert", "step", "outer"):
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -37,7 +37,7 @@ from fompi.engine.handshake import begin_agreement
 from fompi.ops.messages import MOST_TAG, sendrecv
 from fompi.ops.operation import Operation, communicator_of
 from fompi.ops.operations import all_reduce
-from fompi.ops.pending import Pending
+from fompi.ops.pending import Pending, Started
 from fompi.parallel import section
 from fompi.parallel.interleave import begins_call, give_way, is_interleaved
 from fompi.plans.problems import order_of
@@ -293,13 +293,16 @@ def start(operation: Operation[Any], *arrays: Any, dtype: str, **options: Any) -
         return _of_section(operation.start(*_tensors(arrays, options, dtype), **options))
 
 
+def start_with(operation: Operation[Any], text: str, *arrays: Any, dtype: str, **options: Any) -> Pending:
+    """`start`, in which the ranks also compare `text`."""
+    pending, _ = _with_words(operation, text, arrays, dtype, options)
+    pending.leave()
+    return _of_section(pending)
+
+
 def begin(operation: Operation[Any], text: str, *arrays: Any, dtype: str, **options: Any) -> Pending:
     """The operation with which a strategy begins, finished. The ranks also compare `text` in it."""
-    tensors = _tensors(arrays, options, dtype)
-    arguments, comm, how = operation.read(tuple(tensors), options)
-    arguments.words = text
-    with begins_call():
-        pending = operation.begin(arguments, comm, how)
+    pending, comm = _with_words(operation, text, arrays, dtype, options)
     give_way()
     try:
         pending.wait()
@@ -309,6 +312,15 @@ def begin(operation: Operation[Any], text: str, *arrays: Any, dtype: str, **opti
         raise
     section.begin(comm, pending.number)
     return pending
+
+
+def _with_words(
+    operation: Operation[Any], text: str, arrays: Sequence[Any], dtype: str, options: dict[str, Any]
+) -> tuple[Started, Communicator]:
+    arguments, comm, how = operation.read(tuple(_tensors(arrays, options, dtype)), options)
+    arguments.words = text
+    with begins_call():
+        return operation.begin(arguments, comm, how), comm
 
 
 def _of_section(pending: Any) -> Any:

@@ -3,6 +3,7 @@
 - `nn`: modules whose parameters are spread over ranks, on the strategies of `fompi.parallel`.
 - `data_parallel`: `fompi.torch.DistributedDataParallel`, gradients that leave in the backward.
 - `zero`: `fompi.torch.ZeroDataParallel`, the same with shards of the state of the optimizer.
+- `outer`: `fompi.torch.DiLoCo` and `LocalSGD`, islands that communicate seldom.
 - `pipeline`: `fompi.torch.Pipeline`, whose stages are modules.
 - `whole_step`: `fompi.torch.TrainingStep`, whose layers are modules.
 - `autograd`: the node. `fompi.<operation>(...)` and a strategy call it by themselves.
@@ -51,6 +52,8 @@ def __getattr__(name: str) -> Any:
         return import_module("fompi.torch.groups").ordered
     if name == "wire":
         return import_module("fompi.torch.comm_hook").wire
+    if name in ("DiLoCo", "LocalSGD"):
+        return getattr(import_module("fompi.torch.outer"), name)
     if name == "Pipeline":
         return import_module("fompi.torch.pipeline").Pipeline
     if name == "TrainingStep":

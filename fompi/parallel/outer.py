@@ -1,0 +1,513 @@
+"""Outer steps: islands train by themselves, and exchange a fragment of their parameters every few steps.
+
+    sync_every=4, fragments=2, delay=1
+    inner step    1    2    3    4    5    6    7    8
+    begins             0         1         0         1         the mean of fragment 0, of fragment 1, ...
+    applies                 0         1         0         1    one step later, behind which it has travelled
+
+An island is what one rank of `comm` belongs to: this rank alone, or all ranks along the other axes of a mesh, each with
+its own part of the model. `OuterSchedule` says what happens after which step, `OuterRule` what is computed.
+Sources: DiLoCo (arXiv 2311.08105), Streaming DiLoCo (2501.18512), DES-LOC (2505.22549).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from fompi.backends.numbers import narrow, place, stored, upload, widen
+from fompi.base.call_options import wire_on
+from fompi.base.differences import detail
+from fompi.base.errors import LayoutError, ShapeError, StateError
+from fompi.base.layout import accumulator, integer, number, offsets
+from fompi.engine.communicator import Communicator
+from fompi.engine.handshake import agree, begin_agreement
+from fompi.ops.operations import all_reduce
+from fompi.parallel.arrays import array_of, borrow, carrying, lent, start_with
+from fompi.parallel.buckets import detached
+from fompi.parallel.sums import feedback_of, summing
+from fompi.tensors.dlpack import Tensor, lend
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class OuterSchedule:
+    """What begins and what is applied after inner step t = 1, 2, ... H is `sync_every`, P the number of fragments.
+
+        (t - (p + 1) H / P) mod H = 0        the exchange of fragment p begins
+        t + delay                            its mean is applied
+
+    P divides H, and delay < H / P: so at most one fragment travels. Raises LayoutError for other numbers.
+    """
+
+    sync_every: int
+    fragments: int = 1
+    delay: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("sync_every", 1), ("fragments", 1), ("delay", 0)):
+            value = getattr(self, name)
+            if integer(value) is None or value < least:
+                raise LayoutError(f"{name}={value!r} must be an integer of at least {least}")
+        if self.sync_every % self.fragments:
+            raise LayoutError(f"sync_every={self.sync_every} must be a multiple of the {self.fragments} fragments")
+        if self.delay >= self.stride:
+            why = f"a fragment is exchanged every {self.stride} steps"
+            raise LayoutError(f"delay={self.delay} must be less than {self.stride}: {why}")
+
+    @property
+    def stride(self) -> int:
+        """The steps from one exchange to the next one, of another fragment."""
+        return self.sync_every // self.fragments
+
+    def begins(self, step: int) -> int | None:
+        """The fragment whose exchange begins after this step, if any."""
+        count, left = divmod(step, self.stride)
+        return None if left or count < 1 else (count - 1) % self.fragments
+
+    def applies(self, step: int) -> int | None:
+        """The fragment that is applied after this step, if any."""
+        return self.begins(step - self.delay)
+
+
+@dataclass(frozen=True)
+class OuterRule:
+    """v = D + momentum v;  outer -= lr (D + momentum v);  theta = alpha theta + (1 - alpha) outer
+
+    D is the mean of outer - theta over the islands: SGD with the momentum of Nesterov. Raises LayoutError for other
+    numbers than lr >= 0, 0 <= momentum < 1 and 0 <= alpha <= 1.
+    """
+
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    alpha: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, fits in (
+            ("outer_lr", lambda x: x >= 0),
+            ("outer_momentum", lambda x: 0 <= x < 1),
+            ("alpha", lambda x: 0 <= x <= 1),
+        ):
+            if (found := number(value := getattr(self, name))) is None or not fits(found):
+                raise LayoutError(f"{name}={value!r} must be a number, outer_lr >= 0, momentum < 1, 0 <= alpha <= 1")
+            object.__setattr__(self, name, found)  # a number of NumPy would widen arrays
+
+    def update(self, outer: Array, velocity: Array | None, mean: Array) -> None:
+        """Write the outer copy and v. None is the v of no momentum."""
+        if velocity is None:
+            outer -= self.outer_lr * mean
+            return
+        velocity *= self.outer_momentum
+        velocity += mean
+        outer -= self.outer_lr * (mean + self.outer_momentum * velocity)
+
+    def blend(self, theta: Array, target: Array) -> Array:
+        """alpha theta + (1 - alpha) target, in new memory. With alpha=0 theta may be infinite."""
+        if self.alpha == 0:
+            return target.copy()
+        return self.alpha * theta + (1 - self.alpha) * target
+
+
+@dataclass(frozen=True)
+class OuterNumbers:
+    """The numbers of one exchange, of what this rank holds.
+
+    `step`: the inner step after which fragment `fragment` was sent. `norm`: of the mean outer gradient. `drift`: of
+    what this island has sent minus that mean. `nbytes`: what this rank has sent. `exposed`: the seconds for which it
+    has waited.
+    """
+
+    step: int
+    fragment: int
+    norm: float
+    drift: float
+    nbytes: int
+    exposed: float
+
+
+OF_RULE = ("outer_lr", "outer_momentum", "alpha")
+OPTIONS = ("sync_every", "fragments", "delay", *OF_RULE, "averaged", "on_exchange")
+"""The keywords of `OuterSteps`, besides those of its sums."""
+
+
+def _count(fragments: int | Sequence[Sequence[str]]) -> int:
+    return len(fragments) if isinstance(fragments, Sequence) else fragments
+
+
+def dealt(names: Sequence[str], fragments: int | Sequence[Sequence[str]]) -> dict[str, int]:
+    """name -> its fragment. A number of fragments deals them round robin. Raises LayoutError."""
+    count = _count(fragments)
+    if not isinstance(fragments, Sequence):
+        found = {name: i % count for i, name in enumerate(names)}
+    else:
+        found = {}
+        for p, listed in enumerate(fragments):
+            for name in listed:
+                if name not in names or name in found:
+                    why = "is in two fragments" if name in found else "is no parameter that is trained"
+                    raise LayoutError(f"fragments: {name!r} {why}")
+                found[name] = p
+        if missing := [name for name in names if name not in found]:
+            raise LayoutError(f"fragments: {missing[0]!r} is in none of them")
+    if empty := {*range(count)} - {*found.values()}:
+        raise LayoutError(f"fragments: number {min(empty)} of {count} has no parameter")
+    return {name: found[name] for name in names}
+
+
+class OuterRow:
+    """Tensors of one fragment that travel together, one behind the other, in every `period`-th exchange of it.
+
+    `outer` and `velocity` are those of parameters, on the host, in float32 or float64. What is averaged has none.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], period: int | None, rule: OuterRule, comm: Communicator):
+        first = next(iter(tensors.values()))
+        self.dtype, self.period = accumulator(first.dtype), period or 1
+        self.framework = "torch" if first.framework == "torch" else "numpy"  # of a state
+        self.forms = {name: (tensor.dtype, tensor.array.shape) for name, tensor in tensors.items()}
+        ends = offsets(tensor.array.size for tensor in tensors.values())
+        self.spans = {name: slice(a, b) for name, (a, b) in zip(tensors, pairwise(ends), strict=True)}
+        self.outer = _flat(tensors) if period is None else None
+        self.velocity = np.zeros_like(self.outer) if self.outer is not None and rule.outer_momentum else None
+        wire = wire_on(comm.how, self.dtype) if period is None else ""
+        self.sums = summing(comm.plain, {"wire": wire} if wire else {"order": "ranks"})
+        lossy = comm if wire else comm.plain
+        self.feedback = feedback_of(lossy, self.dtype, lambda: np.zeros(ends[-1], np.float32))
+
+    def borrowed(self, get: Callable[[str], Any]) -> dict[str, Tensor]:
+        """The tensors of the program. Raises ShapeError for those that have become others."""
+        found = {}
+        for name, (dtype, shape) in self.forms.items():
+            found[name] = tensor = borrow(detached(get(name)), f"{name!r}")
+            if tensor.array.shape != shape or accumulator(tensor.dtype) != self.dtype:
+                now = f"{tensor.dtype} {tensor.array.shape}"
+                raise ShapeError(f"{name!r} was {dtype} {shape} before the first step, and is {now}")
+        return found
+
+    def term(self, tensors: Mapping[str, Tensor]) -> Array:
+        """What this island adds to the mean: outer - theta, or what is averaged itself."""
+        x = _flat(tensors)
+        if self.outer is not None:
+            np.subtract(self.outer, x, out=x)
+        if self.feedback is not None:
+            self.feedback.give_back(x)
+        return x
+
+    def blended(self, rule: OuterRule, mean: Array, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """name -> the new tensor, from the outer copy or the mean."""
+        row = rule.blend(_flat(tensors), mean if self.outer is None else self.outer)
+        return {name: _like(tensors[name], row[span]) for name, span in self.spans.items()}
+
+    @property
+    def kept(self) -> dict[str, Array]:
+        """What belongs to the state of these outer steps, by its kind. The same on all islands, but for "feedback"."""
+        lost = None if self.feedback is None else self.feedback.lost
+        rows = {"outer": self.outer, "momentum": self.velocity, "feedback": lost}
+        return {kind: row for kind, row in rows.items() if row is not None}
+
+    def read(self, kind: str, state: Mapping[str, Any]) -> Array:
+        """The row of this kind in a state. Raises LayoutError or ShapeError."""
+        found = []
+        for name, (_, shape) in self.forms.items():
+            if name not in state.get(kind, ()):
+                raise LayoutError(f"the state has no {kind!r} of {name!r}: it is that of other outer steps")
+            tensor = borrow(state[kind][name], f"the {kind!r} of {name!r}")
+            if tensor.array.shape != shape or tensor.dtype != self.dtype:
+                has = f"{tensor.dtype} {tensor.array.shape}"
+                raise ShapeError(f"the {kind!r} of {name!r} in the state is {has}, not {self.dtype} {shape}")
+            found.append(_on_host(tensor).reshape(-1))
+        return np.concatenate(found)
+
+
+def _flat(tensors: Mapping[str, Tensor]) -> Array:
+    """Their elements in one row, on the host, in the dtype of sums. A copy."""
+    return np.concatenate([_on_host(tensor).reshape(-1) for tensor in tensors.values()])
+
+
+def _on_host(tensor: Tensor) -> Array:
+    array = tensor.array if place(tensor.array) is None else stored(tensor.array).get()
+    return widen(array, tensor.dtype)
+
+
+def _like(tensor: Tensor, values: Array) -> Any:
+    """Values of the host as a tensor like this one, in new memory, rounded to its dtype."""
+    values = values.reshape(tensor.array.shape)
+    here = values if place(tensor.array) is None else upload(values, tensor.array)
+    return lent(narrow(here, tensor.dtype), tensor)
+
+
+def _norm(rows: Iterable[Array]) -> float:
+    return float(np.sqrt(sum(np.square(row, dtype=np.float64).sum() for row in rows)))
+
+
+@dataclass
+class OuterExchange:
+    """An exchange on its way: what this island has sent, and the calls. `arrived`: the means, and the numbers."""
+
+    step: int
+    fragment: int
+    rows: list[OuterRow]
+    sent: Sequence[Array] = ()
+    calls: Sequence[Any] = ()
+    arrived: tuple[list[Array], OuterNumbers] | None = None
+
+
+class OuterSteps:
+    """params = inner(params), again and again, with outer steps over the islands along `comm`
+
+        with fompi.parallel.outer.OuterSteps(params, comm=mesh["islands"], sync_every=30, delay=1) as outer:
+            for batch in batches:
+                params = outer.step(inner(params, batch))
+
+    After step t the exchange of a fragment begins, and after step t + `delay` its mean is applied (`OuterSchedule`,
+    `OuterRule`): theta = alpha theta + (1 - alpha) outer. Between two outer steps nothing is sent; with alpha=1 never.
+
+    `params`: name -> tensor of any framework, the same on all islands, copied. float64, float32, bfloat16 or float16;
+    outer copies are on the host, of half types in float32. `fragments`: a number, to which names are dealt round
+    robin, or a list of lists of names.
+    `averaged`: name -> n, for entries of `params` without an outer copy, such as moments: every n-th exchange of their
+    fragment, theta = alpha theta + (1 - alpha) mean(theta).
+    `wire` (`fompi.base.wires`) is what differences travel in, `feedback` gives back what messages of this island have
+    lost. Without a wire all sums are in the order of ranks. What is averaged travels as it is. Where `comm` belongs to
+    a mesh with `priority=` that does not name its axis, messages leave behind all others.
+    `on_exchange`: called with an `OuterNumbers` for each mean that is applied.
+
+    Making one is collective. Raises MismatchError on all ranks if they differ in names, forms, fragments or options;
+    and in the first `step`, if the islands begin with different parameters or at different steps.
+    """
+
+    def __init__(self, params: Mapping[str, Any], *, comm: Any, **options: Any):
+        given = Communicator.of(comm).plain
+        rows: dict[tuple[int, str, int | None], dict[str, Tensor]] = {}
+        how: dict[str, Any] = {}
+        error: Exception | None = None
+        text = ""
+        try:
+            own = {name: options.pop(name) for name in OPTIONS if name in options}
+            tensors = {name: borrow(detached(x), f"the parameter {name!r}") for name, x in params.items()}
+            dtypes = [accumulator(t.dtype) for t in tensors.values()]
+            carrier = carrying("OuterSteps", comm, options, dtypes, [*OPTIONS, "wire", "feedback"])
+            fragments, periods = own.pop("fragments", 1), dict(own.pop("averaged", None) or {})
+            self._on_exchange = own.pop("on_exchange", None)
+            self.rule = OuterRule(**{name: own.pop(name) for name in OF_RULE if name in own})
+            self.schedule = OuterSchedule(fragments=_count(fragments), **{"sync_every": None, **own})
+            fragment_of = dealt([*tensors], fragments)
+            for name, often in periods.items():
+                if name not in tensors or (integer(often) or 0) < 1:
+                    raise LayoutError(f"averaged={{{name!r}: {often!r}}} must be a parameter, and an integer >= 1")
+            for name, tensor in tensors.items():
+                key = fragment_of[name], accumulator(tensor.dtype), periods.get(name)
+                rows.setdefault(key, {})[name] = tensor
+            how = {name: carrier.how[name] for name in ("wire", "feedback") if name in carrier.how}
+            words = asdict(self.schedule) | asdict(self.rule) | how
+            for name, t in tensors.items():
+                form = f"{t.dtype} {t.array.shape} in fragment {fragment_of[name]}"
+                words[f"parameter {name!r}"] = form + (f", averaged: {periods[name]}" if name in periods else "")
+            text = "".join(detail(*pair) for pair in words.items())
+        except Exception as refusal:
+            error = refusal
+        agree(given, f"OuterSteps{text}", error)
+        self.comm = given.split(0, given.rank, f"{given.name}/outer")  # its calls have an order of their own
+        self.rows: list[list[OuterRow]] = [[] for _ in range(self.schedule.fragments)]
+        for (p, _, period), part in rows.items():
+            self.rows[p].append(OuterRow(part, period, self.rule, self.comm.using(**how)))
+        self.steps, self.closed = 0, False  # the inner steps until now
+        self._applied = [0] * self.schedule.fragments  # exchanges: an island that has left one out is refused
+        self._flight: OuterExchange | None = None
+        self._is_compared = False
+
+    def step(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """An inner step has made `params`. Returns them with what this outer step changes, in new tensors.
+
+        Raises what the exchange raises, on all ranks. It is left out then: outer copies and parameters stay.
+        """
+        return {**params, **self.advance(params.__getitem__)}
+
+    def advance(self, get: Callable[[str], Any]) -> dict[str, Any]:
+        """`step`, which asks `get(name)` for only the parameters of this step. Returns the new ones."""
+        if self.closed:
+            raise StateError("these outer steps are closed")
+        if not self._is_compared:
+            self._compare()
+        self.steps += 1
+        if self.rule.alpha == 1:  # these islands train alone
+            return {}
+        if self.schedule.begins(self.steps) is not None:
+            self._begin(get)
+        if self.schedule.applies(self.steps) is None or self._flight is None:
+            return {}
+        return self._apply(get)
+
+    def _begin(self, get: Callable[[str], Any]) -> None:
+        """The fragment of this step leaves."""
+        p = self.schedule.begins(self.steps)
+        assert p is not None
+        rows = self._rows_now(p, self._applied)
+        text = f"fragment {p} after step {self.steps} and {self._applied[p]} of its exchanges"
+        try:
+            sent = [row.term(row.borrowed(get)) for row in rows]
+        except Exception as error:
+            self._refuse(text, error, len(rows))
+            raise
+        calls = [
+            start_with(all_reduce, text, x, dtype=row.dtype, op="mean", comm=row.sums)
+            for row, x in zip(rows, sent, strict=True)
+        ]
+        self._flight = OuterExchange(self.steps, p, rows, sent, calls)
+
+    def _rows_now(self, p: int, applied: Sequence[int]) -> list[OuterRow]:
+        """What travels in the next exchange of a fragment, of which some were applied."""
+        return [row for row in self.rows[p] if (applied[p] + 1) % row.period == 0]
+
+    def _refuse(self, text: str, error: Exception, calls: int) -> None:
+        """Take part in the next calls of the other islands by an error, so that they do not wait."""
+        for _ in range(calls):
+            begin_agreement(self.comm, text, error)
+        self.comm.engine.wake_helper()
+
+    def _apply(self, get: Callable[[str], Any]) -> dict[str, Any]:
+        """The outer step with what has travelled."""
+        flight, changed = self._flight, dict[str, Any]()
+        assert flight is not None
+        means, numbers = self._arrived(flight)
+        self._flight = None
+        self._applied[flight.fragment] += 1
+        for row, mean in zip(flight.rows, means, strict=True):
+            if row.outer is not None:
+                self.rule.update(row.outer, row.velocity, mean)
+        for row, mean in zip(flight.rows, means, strict=True):
+            changed |= row.blended(self.rule, mean, row.borrowed(get))
+        if self._on_exchange is not None:
+            self._on_exchange(numbers)
+        return changed
+
+    def _arrived(self, flight: OuterExchange) -> tuple[list[Array], OuterNumbers]:
+        """The means of an exchange, and its numbers. Waits for them. If that fails, the exchange is left out."""
+        if flight.arrived is not None:
+            return flight.arrived
+        begun = perf_counter()
+        try:
+            means = [array_of(call.wait()) for call in flight.calls]
+        except BaseException:
+            self._drop()
+            raise
+        exposed = perf_counter() - begun
+        for row in flight.rows:
+            if row.feedback is not None:
+                row.feedback.keep()
+        pairs = [(x, m) for row, x, m in zip(flight.rows, flight.sent, means, strict=True) if row.outer is not None]
+        numbers = OuterNumbers(
+            *(flight.step, flight.fragment),
+            norm=_norm(mean for _, mean in pairs),
+            drift=_norm(x - mean for x, mean in pairs),
+            nbytes=sum(e.nbytes for call in flight.calls for e in call.trace.events if e.lane.startswith("send")),
+            exposed=exposed,
+        )
+        flight.arrived, flight.sent, flight.calls = (means, numbers), (), ()
+        return means, numbers
+
+    def _drop(self) -> None:
+        """Forget an exchange on its way, once its calls have ended."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            for call in flight.calls:
+                with suppress(Exception):
+                    call.wait()
+            for row in flight.rows:
+                if row.feedback is not None:
+                    row.feedback.forget()
+
+    def _compare(self) -> None:
+        """All islands have the same outer copies at the same step, or all raise. Once, and after a load."""
+        flight = self._flight
+        words = detail("steps", self.steps) + detail("exchanges of each fragment", self._applied)
+        words += detail("on its way", flight and f"fragment {flight.fragment} after step {flight.step}")
+        for kind, named in self._kept().items():
+            for name, array in named.items():
+                if kind != "feedback":
+                    words += detail(f"{kind} of {name!r}", "", zlib.crc32(array.tobytes()))
+        agree(self.comm, f"the first outer step: all islands begin with the same parameters{words}")
+        self._is_compared = True
+
+    # ------------------------------------------------------------------------------------------------- its state
+    def _kept(self) -> dict[str, dict[str, Array]]:
+        """kind -> name -> a view of what is kept, and of what has arrived."""
+        found: dict[str, dict[str, Array]] = {}
+        listed = [(kind, row, array) for rows in self.rows for row in rows for kind, array in row.kept.items()]
+        if (flight := self._flight) is not None and flight.arrived is not None:
+            listed += [("mean", row, mean) for row, mean in zip(flight.rows, flight.arrived[0], strict=True)]
+        for kind, row, array in listed:
+            parts = {name: array[span].reshape(row.forms[name][1]) for name, span in row.spans.items()}
+            found.setdefault(kind, {}).update(parts)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """What these outer steps need to go on, in copies: also in the middle of a delay, whose exchange it waits for.
+
+        "outer" and "momentum" of each parameter; with feedback "feedback", what messages of this island have lost. With
+        an exchange on its way "mean" and "numbers", what has arrived. "steps", and how often each fragment was
+        "applied". Tensors are of torch where parameters are, else of NumPy.
+        Each rank saves its own, with its parameters and the state of its inner optimizer: they differ between islands.
+        """
+        state: dict[str, Any] = {"steps": self.steps, "applied": [*self._applied]}
+        if self._flight is not None:
+            state["numbers"] = asdict(self._arrived(self._flight)[1])
+        of = {name: row for rows in self.rows for row in rows for name in row.forms}
+        for kind, named in self._kept().items():
+            state[kind] = {name: lend(a.copy(), of[name].dtype, of[name].framework) for name, a in named.items()}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` has returned on this rank. The next `step` compares it with the other islands.
+
+        Raises LayoutError or ShapeError for a state of other outer steps. Nothing is loaded then, and the next `step`
+        of the other islands, if they have loaded theirs, raises a MismatchError.
+        """
+        try:
+            flight, found = self._read(state)
+        except Exception as error:
+            self._refuse("load_state_dict", error, 1)
+            self._is_compared = False
+            raise
+        self._drop()
+        for row, kind, array in found:
+            row.kept[kind][...] = array
+        self.steps, self._applied = int(state["steps"]), [*state["applied"]]
+        self._flight, self._is_compared = flight, False
+
+    def _read(self, state: Mapping[str, Any]) -> tuple[OuterExchange | None, list[tuple[OuterRow, str, Array]]]:
+        """The exchange on its way, and the rows of all that is kept. Raises the error of what does not fit."""
+        if not isinstance(state, Mapping) or len(state.get("applied", ())) != self.schedule.fragments:
+            raise LayoutError("the state must be what state_dict() of these outer steps has returned")
+        found = [(row, kind, row.read(kind, state)) for rows in self.rows for row in rows for kind in row.kept]
+        if "numbers" not in state:
+            return None, found
+        numbers = OuterNumbers(**state["numbers"])
+        p = self.schedule.begins(numbers.step)
+        if p is None or p != numbers.fragment or not 0 <= state["steps"] - numbers.step < max(1, self.schedule.delay):
+            raise LayoutError(f"the state has fragment {numbers.fragment} on its way, which {self.schedule} has not")
+        rows = self._rows_now(p, state["applied"])
+        arrived = [row.read("mean", state) for row in rows], numbers
+        return OuterExchange(numbers.step, p, rows, arrived=arrived), found
+
+    def close(self) -> None:
+        """Wait for an exchange on its way, which is not applied, and free the communicator. Collective."""
+        if not self.closed:
+            self.closed = True
+            self._drop()
+            self.comm.close()
+
+    def __enter__(self) -> OuterSteps:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is None:  # after an error the other ranks may never come to close
+            self.close()
