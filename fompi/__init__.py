@@ -148,11 +148,12 @@ DOORS.comm = lambda: import_module("fompi.ops.intracomm").Comm
 DOORS.report = _late("fompi.runtime.report", "of_environment")
 DOORS.communicator_of_torch = _late("fompi.torch.groups", "communicator")
 DOORS.store_of_torchrun = _late("fompi.torch.store", "of_torchrun")
+DOORS.tcp_store = _late("fompi.torch.store", "at_tcp")
 frames.install()
 say_if_missing()
 
 
-_PACKAGES = ("torch", "jax", "parallel", "plans", "model", "traces")
+_PACKAGES = ("torch", "jax", "parallel", "members", "plans", "model", "traces")
 """Packages with names that the documents use, besides the names of this module."""
 
 
@@ -175,6 +176,6 @@ def __getattr__(name: str) -> Any:
     """Import what few programs use at the first use of its name: some functions, and some packages."""
     if name in _LATE:
         return getattr(import_module(_LATE[name]), name)
-    if name in ("torch", "jax", "parallel"):
+    if name in ("torch", "jax", "parallel", "members"):
         return import_module(f"fompi.{name}")
     raise AttributeError(f"module 'fompi' has no attribute {name!r}")

@@ -249,5 +249,3 @@ class _Joining:
             if not progress():
                 sleep(PAUSE_SECONDS)
         return found
-
-

@@ -1,0 +1,262 @@
+"""The stores by which members find each other: all of them do the same. With etcd, if it is installed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from time import monotonic, sleep
+
+import job
+import pytest
+
+import fompi
+from fompi.members import Server, open_store
+
+TOKEN = "0123456789abcdef0123456789abcdef"
+TTL = 1.0
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+class Served:
+    """A store that this test can end and start again, at the same address."""
+
+    def __init__(self, folder):
+        self.port = free_port()
+        self.address = f"fompi://127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self):
+        self.server = Server("127.0.0.1", self.port, TOKEN)
+
+    def stop(self):
+        self.server.close()
+
+
+class Torch(Served):
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.address = f"tcp://127.0.0.1:{self.port}"
+
+    def start(self):
+        from torch.distributed import TCPStore
+
+        seconds = timedelta(seconds=20)
+        self.server = TCPStore("127.0.0.1", self.port, None, True, seconds, wait_for_workers=False)
+
+    def stop(self):
+        self.server = None
+
+
+class Etcd(Served):
+    def __init__(self, folder):
+        self.folder, self.peers = folder, free_port()
+        super().__init__(folder)
+        self.address = f"etcd://127.0.0.1:{free_port()},127.0.0.1:{self.port}"  # one of them is not there
+
+    def start(self, scheme="http", *options):
+        own, peers = f"{scheme}://127.0.0.1:{self.port}", f"http://127.0.0.1:{self.peers}"
+        command = ["etcd", "--data-dir", self.folder, "--listen-client-urls", own, "--advertise-client-urls", own]
+        command += ["--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers, *options]
+        command += ["--initial-cluster", f"default={peers}", "--unsafe-no-fsync"]
+        with open(f"{self.folder}.log", "a") as log:
+            self.server = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def stop(self):
+        self.server.kill()
+        self.server.wait()
+
+
+@pytest.fixture(params=["fompi", "torch", "etcd"])
+def served(request, tmp_path, monkeypatch):
+    monkeypatch.setenv("FOMPI_MEMBERS_TOKEN", TOKEN)
+    if request.param == "torch":
+        pytest.importorskip("torch.distributed")
+    if request.param == "etcd" and not shutil.which("etcd"):
+        pytest.skip("there is no etcd: apt-get install etcd-server")
+    made = {"fompi": Served, "torch": Torch, "etcd": Etcd}[request.param](tmp_path / "data")
+    yield made
+    made.stop()
+
+
+def test_the_four_verbs(served):
+    with open_store(served.address) as store, open_store(served.address) as other:
+        assert store.get("a") is None and store.watch("") == {}
+        store.put("a", "1")
+        store.put("group/é", b"\0\xff")
+        store.put("grouq", b"")
+        assert other.get("a") == b"1" and other.watch("group/") == {"group/é": b"\0\xff"}
+        assert {*other.watch("")} == {"a", "group/é", "grouq"} and other.get("grouq") == b""
+        assert other.compare_set("a", "1", "2") == b"2" and store.get("a") == b"2"
+        assert store.compare_set("a", "1", "3") == b"2" and store.compare_set("a", None, "3") == b"2"
+        assert store.compare_set("b", "1", "3") is None and store.get("b") is None
+        assert store.compare_set("a", b"2", None) is None and other.get("a") is None and "a" not in other.watch("")
+        assert other.compare_set("a", None, "4") == b"4" and store.get("a") == b"4"
+        store.put("large", bytes(1 << 20))
+        assert len(other.get("large")) == 1 << 20
+        for key, value, ttl in (("", "1", None), ("k" * 513, "1", None), ("k", bytes((1 << 20) + 1), None), ("k", "1", 0)):
+            with pytest.raises(fompi.ArgumentError):
+                store.put(key, value, ttl)
+        assert store.get("k") is None
+
+
+def test_a_lease_that_runs_out(served):
+    """It does so by the clock of the store, or of the reader. Who puts it again in time keeps it."""
+    with open_store(served.address) as store, open_store(served.address) as other:
+        store.put("m/kept", "1", TTL)
+        store.put("m/gone", "2", TTL)
+        store.put("m/stays", "3")
+        assert other.watch("m/") == {"m/kept": b"1", "m/gone": b"2", "m/stays": b"3"}
+        begun, known = monotonic(), other.watch("m/")
+        while "m/gone" in known and monotonic() < begun + 15:
+            assert store.compare_set("m/kept", "1", "1", TTL) == b"1"
+            known = other.watch("m/", known, TTL / 4)
+        assert TTL / 2 < monotonic() - begun < 15
+        assert known == {"m/kept": b"1", "m/stays": b"3"} == other.watch("m/") and other.get("m/gone") is None
+        assert other.compare_set("m/gone", None, "4") == b"4"
+
+
+def test_two_proposals_at_once(served):
+    """One of them is taken, and all get that one."""
+    stores = [open_store(served.address) for _ in range(4)]
+    for turn in range(5):
+        before, answers = f"{turn - 1}" if turn else None, [None] * 8
+        taken = stores[0].get("epoch")
+
+        def propose(at, old=taken, turn=turn, answers=answers):
+            answers[at] = stores[at % 4].compare_set("epoch", old, f"{turn} of {at}")
+
+        threads = [threading.Thread(target=propose, args=(at,)) for at in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len({*answers}) == 1 and answers[0] == stores[1].get("epoch"), before
+        assert answers[0].startswith(f"{turn} of".encode())
+    for store in stores:
+        store.close()
+
+
+def test_a_watch_wakes(served):
+    """A change elsewhere ends the wait. Nothing else does, before the deadline."""
+    with open_store(served.address) as store, open_store(served.address) as other:
+        store.put("w/1", "1")
+        found = []
+        waiting = threading.Thread(target=lambda: found.append(other.watch("w/", {"w/1": b"1"}, 30)))
+        waiting.start()
+        sleep(0.3)
+        store.put("v", "no")
+        store.put("w/1", "1")
+        waiting.join(0.3)
+        assert waiting.is_alive()
+        store.put("w/2", "2")
+        waiting.join(10)
+        assert found == [{"w/1": b"1", "w/2": b"2"}]
+        begun = monotonic()
+        assert other.watch("w/", found[0], 0.4) == found[0] and 0.35 < monotonic() - begun < 8
+
+
+def test_a_store_that_dies_and_comes_back(served):
+    """Who waits goes on, and leases are put again. A store that stays away is named."""
+    with open_store(served.address) as store, open_store(served.address, seconds=1) as impatient:
+        store.put("d/1", "1", 30)
+        known, found = impatient.watch("d/"), []
+        waiting = threading.Thread(target=lambda: found.append(store.watch("d/", {}, 0.1)))
+        served.stop()
+        waiting.start()
+        begun = monotonic()
+        with pytest.raises(fompi.WaitTimeout, match=rf"the store {served.address} has not answered for 1 s: "):
+            impatient.get("d/1")
+        assert monotonic() - begun < 8
+        served.start()
+        waiting.join(20)
+        assert found in ([{}], [known])  # etcd keeps it
+        store.put("d/1", "1", 30)
+        assert impatient.get("d/1") == b"1" and impatient.watch("d/") == {"d/1": b"1"}
+
+
+def test_a_wrong_address_is_named(served):
+    scheme = served.address.partition("://")[0]
+    begun = monotonic()
+    with open_store(f"{scheme}://127.0.0.1:1", seconds=0.5) as store:
+        with pytest.raises(fompi.WaitTimeout, match=rf"the store {scheme}://127.0.0.1:1 has not answered for 0.5 s"):
+            store.get("a")
+        assert monotonic() - begun < 5
+    with pytest.raises(fompi.StateError, match="is closed"):
+        store.get("a")
+
+
+def test_addresses_that_are_none(monkeypatch):
+    for address in ("h1:2379", "http://h1:2379", "etcd://", "fompi://h1:x", "fompi://h1:1,h2:1", "fompi://:1"):
+        with pytest.raises(fompi.ArgumentError, match="is no address of a store"):
+            open_store(address)
+    with pytest.raises(fompi.ArgumentError, match="dict is no store: it has no set, check"):
+        open_store({})
+    monkeypatch.delenv("FOMPI_MEMBERS_TOKEN", raising=False)
+    with pytest.raises(fompi.LaunchError, match="FOMPI_MEMBERS_TOKEN is not set: set it to the same secret"):
+        open_store("fompi://127.0.0.1:1")
+    monkeypatch.setenv("FOMPI_MEMBERS_TOKEN", "short")
+    with pytest.raises(fompi.LaunchError, match=r"FOMPI_MEMBERS_TOKEN=\.\.\.: give"):
+        open_store("fompi://127.0.0.1:1")
+
+
+def test_a_stranger_disturbs_nobody(monkeypatch, caplog):
+    """Garbage, another token, a message that is said again, and what is no such store: refused, and named."""
+    from fompi.members import served as module
+
+    monkeypatch.setenv("FOMPI_MEMBERS_TOKEN", TOKEN)
+    monkeypatch.setattr(module, "STRANGER_SECONDS", 1.0)
+    caplog.set_level(logging.WARNING, "fompi")
+    with Server("127.0.0.1") as server, open_store(server.address) as store:
+        store.put("a", "1")
+        place = "127.0.0.1", server.port
+        silent = socket.create_connection(place)
+        for garbage in (b"GET / HTTP/1.1\r\n\r\n" * 9, os.urandom(500), module.GREETING + bytes(200)):
+            with socket.create_connection(place) as stranger:
+                stranger.settimeout(10)
+                stranger.sendall(garbage)
+                sleep(0.05)
+                heard = b""
+                with pytest.raises((ConnectionError, EOFError)):
+                    while True:
+                        heard += (piece := stranger.recv(1000))
+                        if not piece:
+                            raise EOFError
+                assert b"value" not in heard
+        monkeypatch.setenv("FOMPI_MEMBERS_TOKEN", TOKEN[::-1])
+        with pytest.raises(fompi.LaunchError, match=f"{server.address}: the other end has another FOMPI_MEMBERS_TOKEN"):
+            open_store(server.address).get("a")
+        monkeypatch.setenv("FOMPI_MEMBERS_TOKEN", TOKEN)
+        end = monotonic() + 10
+        line = module.StoreLine(socket.create_connection(place), TOKEN, False, end)
+        line.say({"what": "hello"})
+        assert line.hear(end) == {"value": None}
+        for wrong in ({"what": "write"}, [], {"what": "drop", "key": "a"}, {"what": "read", "key": 5}):
+            line.say(wrong)
+            assert "error" in line.hear(end)
+        line._counts[0] -= 1  # as if somebody had sent this message again
+        line.say({"what": "write", "key": "a", "new": None, "ttl": None, "only_if": None})
+        with pytest.raises(ConnectionError):
+            line.hear(end)
+        silent.settimeout(10)
+        while silent.recv(1000):
+            pass
+        silent.close()
+        assert store.get("a") == b"1" and open_store(server.address).get("a") == b"1"
+    refused = [record.getMessage() for record in caplog.records]
+    assert len(refused) == 6 and all(f"the store {server.address} refuses 127.0.0.1:" in words for words in refused)
+    assert sum("does not speak as a store" in words for words in refused) == 2
+    assert sum("has another FOMPI_MEMBERS_TOKEN" in words for words in refused) == 2
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=lambda: other.accept()[0].sendall(b"220 mail.example.org ESMTP " * 3)).start()
+        with pytest.raises(fompi.LaunchError, match="does not speak as a store of fompi"):
+            open_store(f"fompi://127.0.0.1:{other.getsockname()[1]}").get("a")
