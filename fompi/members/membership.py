@@ -9,9 +9,9 @@ lowest name at the door proposes the next epoch: a number, and all that wait, in
 compare and set, from the proposal of before. So all see one proposal, and who comes later waits for the next.
 
 No two epochs with a common member have the same number, also if the store loses all that it had (a `Server` does when
-it is started again). A member says up to which number it knows the epochs that list it. One more may list it, and no
-second one: who proposes waits for members that have not seen the last epoch. A member whose words are gone from the
-store counts one more. The next number is above what its members say, and above that of the last proposal.
+it is started again). Each member says the highest number that it knows: of a proposal, or from another member at the
+door. When all at the door say the same, the next number is one more. So no number above the one that a member has said,
+plus one, has listed it. A member whose words are gone from the store says one more than before.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from time import monotonic
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
+from fompi.base.doors import DOORS
 from fompi.base.errors import ArgumentError, FompiError, LaunchError, PeerError, StateError, WaitTimeout
 from fompi.base.log import log
 from fompi.engine.communicator import Communicator, engine_of_process
 from fompi.members import epochs
 from fompi.members.etcd import EtcdStore
 from fompi.members.served import ServedStore
-from fompi.members.stores import SECONDS, Listing, MembersStore, at_tcp, of_torch
+from fompi.members.stores import SECONDS, Listing, MembersStore, TorchStore
 from fompi.mpi import launcher
 from fompi.mpi.epoch import Handle
 
@@ -39,6 +40,7 @@ TTL_SECONDS, MEET_SECONDS, PAUSE_SECONDS = 5.0, 15.0, 0.02
 """How long a member counts as alive that says nothing; how long members try to meet in an epoch; between two looks."""
 
 PORTS = {"fompi": 7777, "etcd": 2379, "etcds": 2379, "tcp": 29500}
+OF_TORCH = ("set", "get", "check", "compare_set", "add")
 
 DOOR, IN, AWAY = "door", "in", "away"
 """What a member does."""
@@ -60,28 +62,31 @@ def open_store(address: Any, seconds: float = SECONDS, serve: bool = False, ca: 
     if isinstance(address, MembersStore):
         return address
     if not isinstance(address, str):
-        return of_torch(address, seconds)
+        if lacks := [name for name in OF_TORCH if not hasattr(address, name)]:
+            raise ArgumentError(f"{type(address).__name__} is no address or store: it has no {', '.join(lacks)}")
+        return TorchStore(lambda: address, type(address).__name__, seconds)
     scheme, _, rest = address.partition("://")
     user, _, places = rest.rpartition("@")
     try:
         split = [urlsplit(f"//{place}") for place in places.split(",")]
-        hosts = [(each.hostname or "", each.port or PORTS[scheme]) for each in split]
-    except (KeyError, ValueError):
+        hosts = [(each.hostname or "", each.port or PORTS[scheme]) for each in split if scheme in PORTS]
+    except ValueError:
         hosts = []
-    if not hosts or not all(host for host, _ in hosts) or (len(hosts) > 1 and not scheme.startswith("etcd")):
-        shown = f"{scheme}://{places}"
+    if not hosts or not all(name for name, _ in hosts) or (len(hosts) > 1 and not scheme.startswith("etcd")):
+        shown = f"{scheme}://{places}" if rest else scheme
         raise ArgumentError(f"{shown!r} is no address of a store: give fompi://, etcd://, etcds:// or tcp://HOST:PORT")
+    host, port = hosts[0]
     if scheme == "fompi":
-        return ServedStore(*hosts[0], seconds, serve)
+        return ServedStore(host, port, seconds, serve)
     if scheme == "tcp":
-        return at_tcp(*hosts[0], seconds)
+        return TorchStore(lambda: DOORS.tcp_store(host, port, seconds), address, seconds)
     name, _, password = user.partition(":")
     context = ssl.create_default_context(cafile=ca) if scheme == "etcds" else None
     return EtcdStore(hosts, (unquote(name), unquote(password)) if user else None, context, seconds)
 
 
 class Spoken(NamedTuple):
-    """What a member says. No epoch above `known` + 1 has listed it."""
+    """What a member says. `known`: the highest number that it knows. No epoch above `known` + 1 has listed it."""
 
     handle: str
     known: int
@@ -91,20 +96,9 @@ class Spoken(NamedTuple):
 class Epoch(NamedTuple):
     """A number, and names with handles: the order gives the ranks. `mark`: no other proposal has it."""
 
-    number: int
-    mark: str
-    members: tuple[tuple[str, str], ...]
-
-    def encoded(self) -> bytes:
-        return json.dumps(self).encode()
-
-    @staticmethod
-    def decoded(data: bytes | None) -> Epoch:
-        """What was proposed. Number 0 without members: nothing, or nothing that can be read."""
-        with suppress(ValueError, TypeError):
-            number, mark, members = json.loads(data or b"")
-            return Epoch(int(number), str(mark), tuple((str(name), str(handle)) for name, handle in members))
-        return Epoch(0, "", ())
+    number: int = 0
+    mark: str = ""
+    members: tuple[tuple[str, str], ...] = ()
 
 
 class View(NamedTuple):
@@ -116,39 +110,44 @@ class View(NamedTuple):
     @staticmethod
     def of(listing: Listing, group: str) -> View:
         """Who says nothing that can be read, or has no handle of this version of fompi, is no member."""
-        alive, prefix = {}, f"{group}/members/"
+        alive, epoch, prefix = {}, Epoch(), f"{group}/members/"
         for key, data in listing.items():
-            if key.startswith(prefix):
-                try:
+            try:
+                if key == f"{group}/epoch":
+                    number, mark, members = json.loads(data)
+                    epoch = Epoch(int(number), str(mark), tuple((str(name), str(handle)) for name, handle in members))
+                elif key.startswith(prefix):
                     handle, known, state = json.loads(data)
                     Handle.of(handle)
                     alive[key.removeprefix(prefix)] = Spoken(handle, int(known), str(state))
-                except (ValueError, TypeError, LaunchError) as error:
-                    log.debug("%s is no member: %s", key, error)
-        return View(Epoch.decoded(listing.get(f"{group}/epoch")), alive)
+            except (ValueError, TypeError, LaunchError) as error:
+                log.debug("%s says nothing of a member: %s", key, error)
+        return View(epoch, alive)
 
     def waiting(self) -> list[str]:
         return sorted(name for name, said in self.alive.items() if said.state == DOOR)
 
-    def awaited(self) -> list[str]:
-        """Those that are in an epoch, or about to enter the last one."""
-        entering = {name for name, _ in self.epoch.members if self.has_entered(name, self.epoch)}
-        return sorted(entering | {name for name, said in self.alive.items() if said.state == IN})
-
     def has_entered(self, name: str, epoch: Epoch) -> bool:
         """True if this member of `epoch` is in it, or about to enter it."""
-        said = self.alive.get(name)
-        if said is None or (name, said.handle) not in epoch.members:
-            return False
-        return said.state == IN or (said.state == DOOR and said.known < epoch.number)
+        said = self.alive.get(name, Spoken("", 0, AWAY))
+        is_entering = said.state == IN or (said.state == DOOR and said.known < epoch.number)
+        return is_entering and (name, said.handle) in epoch.members
+
+    def newest(self) -> int:
+        """The highest number that is known at the door."""
+        return max(self.epoch.number, *(self.alive[name].known for name in self.waiting()), 0)
+
+    def awaited(self) -> list[str]:
+        """Those that are in an epoch, or do not know the highest number yet: the last epoch may list them."""
+        behind = [name for name in self.waiting() if self.alive[name].known < self.newest()]
+        return sorted(behind + [name for name, said in self.alive.items() if said.state == IN])
 
     def following(self, least: int) -> Epoch | None:
         """The next epoch, if it may be proposed."""
-        waiting = self.waiting()
-        if self.awaited() or len(waiting) < max(1, least):
+        names = self.waiting()
+        if self.awaited() or len(names) < max(1, least):
             return None
-        number = 1 + max(self.epoch.number, *(self.alive[name].known for name in waiting))
-        return Epoch(number, secrets.token_hex(8), tuple((name, self.alive[name].handle) for name in waiting))
+        return Epoch(self.newest() + 1, secrets.token_hex(8), tuple((name, self.alive[name].handle) for name in names))
 
     def differs_from(self, epoch: Epoch) -> bool:
         """True if members of `epoch` have left it, others wait for the next one, or there is another one."""
@@ -160,61 +159,50 @@ class View(NamedTuple):
 class Presence:
     """One member in the store: what it says there, and proposes. It sends no messages."""
 
-    def __init__(self, where: MembersStore, group: str, name: str, handle: str, ttl: float):
-        self.store, self.group, self.name, self.handle, self.ttl = where, group, name, handle, ttl
-        self.known, self.lost = 0, -ttl  # when its words were found to be gone
+    def __init__(self, store: MembersStore, group: str, name: str, handle: str, ttl: float):
+        self.store, self.group, self.name, self.handle, self.ttl = store, group, name, handle, ttl
+        self.lost = -ttl  # when its words were found to be gone
         self._key, self._lock = f"{group}/members/{name}", RLock()
-        self._state, self._said, self._has_left = AWAY, b"", False
+        self._said, self._has_left = Spoken(handle, 0, AWAY), False
+        store.put(self._key, json.dumps(self._said), ttl)  # its own former self is no member any more
 
-    def begin(self) -> None:
-        """Say that it is here. Another process with its name, such as its own former self, is no member any more."""
-        self._said = self._words()
-        self.store.put(self._key, self._said, self.ttl)
-
-    def say(self, state: str | None = None) -> None:
-        """Say what it does (None: as before). Raises StateError if another process has its name now."""
+    def say(self, state: str = "", known: int = 0) -> None:
+        """Say what it does, and which epoch it has seen. Raises StateError if another process has its name now."""
         with self._lock:
-            self._state = state or self._state
-            before: bytes | None = self._said
+            before: Spoken | None = self._said
+            said = Spoken(self.handle, max(known, self._said.known), state or self._said.state)
             while not self._has_left:
-                words = self._words()
-                found = self.store.compare_set(self._key, before, words, self.ttl)
-                if found == words:
-                    self._said = words
+                self._said = said  # also if the store does not answer: it is said the next time
+                old = None if before is None else json.dumps(before)
+                found = self.store.compare_set(self._key, old, json.dumps(said), self.ttl)
+                if found == json.dumps(said).encode():
                     return
-                if found is None and before is not None:  # an epoch that it has not seen may have listed it
-                    self.known, self.lost = self.known + 1, monotonic()
-                elif found is not None and json.loads(found)[0] != self.handle:
+                before = None if found is None else Spoken(*json.loads(found))
+                if before is None:  # an epoch that it has not seen may have listed it
+                    said, self.lost = said._replace(known=said.known + 1), monotonic()
+                elif before.handle != self.handle:
                     raise StateError(f"another process has the name {self.name!r} in the group {self.group!r}")
-                before = found
-
-    def _words(self) -> bytes:
-        return json.dumps(Spoken(self.handle, self.known, self._state)).encode()
 
     def leave(self) -> None:
         with self._lock:
             self._has_left = True
-            self.store.compare_set(self._key, self._said, None)
-
-    def enter(self, epoch: Epoch) -> None:
-        with self._lock:
-            self.known = max(self.known, epoch.number)
+            self.store.compare_set(self._key, json.dumps(self._said), None)
 
     def due(self, view: View) -> Epoch | None:
         """The last epoch, if this one is to enter it."""
-        is_due = view.epoch.number > self.known and (self.name, self.handle) in view.epoch.members
+        is_due = view.epoch.number > self._said.known and (self.name, self.handle) in view.epoch.members
         return view.epoch if is_due else None
 
     def propose(self, listing: Listing, least: int) -> None:
         """Propose the next epoch, if it is the turn of this member, and nobody has since `listing`."""
-        place = f"{self.group}/epoch"
-        if place not in listing:  # the first proposal lists nobody: so each one has one before it, which has its mark
-            self.store.compare_set(place, None, Epoch(0, secrets.token_hex(8), ()).encoded())
-            return
-        view = View.of(listing, self.group)
+        place, view = f"{self.group}/epoch", View.of(listing, self.group)
         following = view.following(least)
-        if following is not None and following.members[0] == (self.name, self.handle):
-            self.store.compare_set(place, listing[place], following.encoded())
+        if self._said.state == DOOR and view.newest() > self._said.known and self.due(view) is None:
+            self.say(known=view.newest())
+        if place not in listing:  # the first one lists nobody: so each proposal has one before it, with a mark
+            self.store.compare_set(place, None, json.dumps(Epoch(mark=secrets.token_hex(8))))
+        elif following is not None and following.members[0] == (self.name, self.handle):
+            self.store.compare_set(place, listing[place], json.dumps(following))
 
 
 class Membership:
@@ -225,14 +213,13 @@ class Membership:
             while step < steps:
                 try:
                     fompi.all_reduce(x, comm=comm)
-                except (fompi.PeerError, fompi.WaitTimeout) as error:      # a member is lost
-                    comm.abort(str(error))
+                except (fompi.PeerError, fompi.WaitTimeout):               # a member is lost
                     comm = membership.join()                               # the others, and those that have come
 
     `store`: an address or a store (`fompi.members.open_store`). `name`: another one for each member; a process that is
     started again takes its old one. `least`: so many members make an epoch. `group`: members of several groups may
     share a store. `ttl`: a member that says nothing for so many seconds is not in the next epoch; a thread says
-    that this one is alive. `epoch`: the number and the members of `join()`; None before.
+    that this one is alive. `epoch`: the number and the members of the last `join()`; None before.
 
     Raises LaunchError if there is no UCX, or the store refuses this process; WaitTimeout if the store does not answer.
     """
@@ -241,37 +228,30 @@ class Membership:
         self.name, self.group, self.least = name, group, least
         self.epoch: Epoch | None = None
         self._comm: Communicator | None = None
-        self._is_own = not isinstance(store, MembersStore)
-        self._store = open_store(store)
+        self._given, self._store = store, open_store(store)
         self._presence = Presence(self._store, group, name, epochs.handle(), ttl)
         self._news, self._closing = Condition(), Event()
         self._listing: Listing = {}
         self._error: BaseException | None = None
         self._trouble = ""
-        self._presence.begin()
         self._thread = Thread(target=self._run, name=f"fompi member {name}", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         """Say that this member is alive, and listen."""
-        pause = self._presence.ttl / 3
-        while not self._closing.is_set():
+        while not self._closing.is_set() and self._error is None:
             try:
                 self._presence.say()
-                listing, end = self._listing, monotonic() + pause
-                while monotonic() < end and not self._closing.is_set():
-                    listing = self._store.watch(f"{self.group}/", listing, max(0.0, end - monotonic()))
+                end = monotonic() + self._presence.ttl / 3
+                while (left := end - monotonic()) > 0 and not self._closing.is_set():
+                    self._listing, self._trouble = self._store.watch(f"{self.group}/", self._listing, left), ""
                     with self._news:
-                        self._listing, self._trouble = listing, ""
                         self._news.notify_all()
             except WaitTimeout as error:  # the members go on without the store
                 self._trouble = f"; {error}"
-                log.warning("%s", error)
+                log.warning("%s: %s", self.name, error)
             except Exception as error:
-                with self._news:
-                    self._error = error
-                    self._news.notify_all()
-                return
+                self._error = error
 
     @property
     def changed(self) -> bool:
@@ -293,32 +273,32 @@ class Membership:
     def join(self, timeout: float | None = None) -> Communicator:
         """The Communicator of the next epoch, which this member enters with all that wait for it as well.
 
-        It gives up the epoch of before, if that is not closed. If members do not meet, because one dies at that moment,
+        It aborts the one of before, if that is not closed. If members do not meet, because one dies at that moment,
         they try it again without that one. `timeout`: seconds; None: FOMPI_TIMEOUT.
 
         Raises WaitTimeout, which names those who were awaited; StateError if another process has taken the name;
         MismatchError if the members have different versions of fompi.
         """
         seconds = launcher.timeout() if timeout is None else timeout
-        end, comm = monotonic() + seconds, None
-        self._abort("it goes to the next epoch")
+        end = monotonic() + seconds
+        self._abort("goes to the next epoch")
         try:
-            while comm is None:
+            while True:
                 try:
                     self._presence.say(DOOR)
-                    comm = self._meet(self._next(end, seconds), end)
+                    epoch = self._next(end, seconds)
+                    comm = self._met(epoch, end)
+                    self._presence.say(IN if comm else DOOR, epoch.number)
+                    if comm is not None:
+                        return comm
                 except WaitTimeout:  # of the store, or of this call
+                    self._abort("cannot reach the store")
                     if monotonic() > end:
                         raise
-            self._presence.say(IN)
-        except BaseException as error:
-            if comm is not None:
-                comm.abort(str(error))
+        except BaseException:
             with suppress(FompiError):
                 self._presence.say(AWAY)
             raise
-        self._comm = comm
-        return comm
 
     def _next(self, end: float, seconds: float) -> Epoch:
         """The epoch that this member is to enter."""
@@ -333,46 +313,44 @@ class Membership:
             if listing is not seen and not self._is_settling():
                 self._presence.propose(seen := listing, self.least)
             if monotonic() > end:
-                late = ", ".join(view.awaited()) or f"{max(0, self.least - len(view.waiting()))} more"
+                late = ", ".join(view.awaited()) or "others"
                 raise WaitTimeout(
                     f"{self.name} waited {launcher.in_seconds(seconds)} for the epoch after {view.epoch.number} of "
-                    f"{self.group!r}: {', '.join(view.waiting()) or 'nobody'} waits for it, of at least {self.least} "
-                    f"members; {late} did not come{self._trouble}"
+                    f"{self.group!r}, of at least {self.least} members: {', '.join(view.waiting()) or 'nobody'} waits "
+                    f"for it, but {late} did not come{self._trouble}"
                 )
             if not engine.progress():
                 with self._news:
                     if self._listing is listing:
                         self._news.wait(PAUSE_SECONDS)
 
-    def _meet(self, epoch: Epoch, end: float) -> Communicator | None:
+    def _met(self, epoch: Epoch, end: float) -> Communicator | None:
         """The Communicator of `epoch`. None: a member did not come, or is lost."""
-        self._presence.enter(epoch)
         name, handles = f"{epoch.number} of {self.group} ({epoch.mark})", [handle for _, handle in epoch.members]
         try:
-            comm = epochs.join(name, handles, max(0.0, min(MEET_SECONDS, end - monotonic())))
+            self._comm = epochs.join(name, handles, max(0.0, min(MEET_SECONDS, end - monotonic())))
         except (PeerError, WaitTimeout) as error:
             log.info("%s: %s", self.name, error)
             self._trouble = f"; {error}"
             return None
         self.epoch = epoch
-        return comm
+        return self._comm
 
     def _abort(self, why: str) -> None:
         if self._comm is not None:
-            self._comm.abort(f"{self.name}: {why}")
+            self._comm.abort(f"{self.name} {why}")
         self._comm = None
 
     def close(self) -> None:
         """Leave the group, and the epoch if it is not closed: the others go on without this member."""
-        if self._closing.is_set():
-            return
-        self._closing.set()
-        self._abort("it leaves the group")
-        with suppress(FompiError):
-            self._presence.leave()
-        if self._is_own:
-            self._store.close()
-        self._thread.join()
+        if not self._closing.is_set():
+            self._closing.set()
+            self._abort("leaves the group")
+            with suppress(FompiError):
+                self._presence.leave()
+            self._thread.join()
+            if self._store is not self._given:
+                self._store.close()
 
     def __enter__(self) -> Membership:
         return self

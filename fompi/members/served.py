@@ -1,11 +1,11 @@
-"""A store in one process, and the line by which others speak to it.
+"""A store in one process, and how others ask it.
 
     with Server("127.0.0.1", 7777): ...                  # `fompi members serve --port 7777`
     ServedStore("127.0.0.1", 7777).put("h1", "here")     # in another process
 
-Both ends have a token (FOMPI_MEMBERS_TOKEN), which is never sent. They begin with 32 random bytes each. The token and
-these bytes give the key of the connection, and each message has a code by that key and its number: so neither end
-accepts what another one says, or says again. Messages are JSON. Nothing is encrypted.
+A connection is one question: the store sends 32 random bytes, the member 32 others and the question, the store the
+answer. Question and answer have a code (HMAC) by the token of both (FOMPI_MEMBERS_TOKEN), which is never sent, over
+these bytes and the text: so neither end takes what another one says, or says again. The text is JSON, not encrypted.
 """
 
 from __future__ import annotations
@@ -16,275 +16,235 @@ import secrets
 import socket
 import struct
 import threading
-from contextlib import suppress
+from collections.abc import Callable
+from hashlib import sha256
 from math import inf
-from time import monotonic, sleep
+from socketserver import BaseRequestHandler, ThreadingTCPServer
+from time import monotonic
 from typing import Any
 
 from fompi.base.errors import ArgumentError, FompiError, LaunchError, in_words
 from fompi.base.log import log
-from fompi.members.stores import (
-    PAUSE_SECONDS,
-    SECONDS,
-    STORE_NBYTES,
-    Connecting,
-    Listing,
-    LocalStore,
-    bytes_of_text,
-    text_of_bytes,
-)
+from fompi.members.stores import SECONDS, Listing, MembersStore, Value, coded, decoded
 from fompi.mpi import environment
 
-GREETING, CHALLENGE_NBYTES = b"fompi-m1", 32
-HEAD = struct.Struct("!I32s")  # bytes of the message, and its code
+GREETING = b"fompi-m1"
+CHALLENGE_NBYTES, HEAD = 32, struct.Struct("!I32s")  # the bytes of a text, and its code
+MOST_KEYS, STORE_NBYTES, QUESTION_NBYTES, ANSWER_NBYTES = 1 << 14, 1 << 25, 1 << 22, 1 << 26
+"""What a store takes: so many values, so many bytes of them; and the longest question and answer."""
 
-STRANGER_SECONDS, STRANGER_NBYTES, MOST_STRANGERS, MOST_CONNECTIONS = 5.0, 256, 64, 1024
-"""What who has not shown the token may take: so much time, such messages, so many connections. And those of all."""
+STRANGER_SECONDS, MOST_STRANGERS, MOST_CONNECTIONS = 5.0, 64, 1024
+"""What who has not shown the token may take: so much time, so many connections. And how many connections are open."""
 
-MOST_NBYTES = 4 * STORE_NBYTES
 WATCH_SECONDS = 10.0
-"""A watch is asked for again after this time: so a server does not wait for clients that are gone."""
-
-TOKEN_REMEDY = (
-    "set it to the same secret for all members, for example that of `python -c 'import secrets; "
-    "print(secrets.token_urlsafe(32))'`"
-)
+"""A watch is asked for again after this time, so that a server does not wait for clients that are gone."""
 
 
-def token_of_environment() -> str:
-    """FOMPI_MEMBERS_TOKEN. Raises LaunchError if it is not set, or too short."""
-    environment.check("FOMPI_MEMBERS_TOKEN")
-    token = environment.value("FOMPI_MEMBERS_TOKEN")
-    if not token:
-        raise LaunchError(f"FOMPI_MEMBERS_TOKEN is not set: {TOKEN_REMEDY}")
-    return token
+class LocalStore(MembersStore):
+    """A store in the memory of this process."""
+
+    def __init__(self) -> None:
+        super().__init__("in memory")
+        self._kept: dict[str, tuple[bytes, float]] = {}  # the value, and when it goes
+        self._changed = threading.Condition()
+
+    def _forget(self) -> None:
+        """Take away what has run out."""
+        now = monotonic()
+        self._kept = {key: kept for key, kept in self._kept.items() if kept[1] > now}
+
+    def _read(self, key: str) -> Value:
+        with self._changed:
+            self._forget()
+            return self._kept.get(key, (None, inf))[0]
+
+    def _write(self, key: str, new: Value, ttl: float | None, only_if: tuple[Value] | None) -> Value:
+        with self._changed:
+            found = self._read(key)
+            if only_if is not None and found not in only_if:
+                return found
+            if found is not None and new is None:
+                del self._kept[key]
+            if new is not None:
+                nbytes = len(new) + sum(len(value) for other, (value, _) in self._kept.items() if other != key)
+                if nbytes > STORE_NBYTES or (found is None and len(self._kept) >= MOST_KEYS):
+                    raise ArgumentError(f"the store is full: {len(self._kept)} values, {nbytes} bytes with {key!r}")
+                self._kept[key] = new, inf if ttl is None else monotonic() + ttl
+            if new != found:
+                self._changed.notify_all()
+            return new
+
+    def _watch(self, prefix: str, known: Listing | None, seconds: float) -> Listing:
+        return self.changed(prefix, lambda found: found == known, seconds)
+
+    def changed(self, prefix: str, is_known: Callable[[Listing], bool], seconds: float) -> Listing:
+        """The listing, once it is not known, or after `seconds`."""
+        end = monotonic() + seconds
+        with self._changed:
+            while True:
+                self._forget()
+                found = {key: value for key, (value, _) in self._kept.items() if key.startswith(prefix)}
+                if not is_known(found) or monotonic() >= end:
+                    return found
+                next_end = min((gone for _, gone in self._kept.values()), default=inf)
+                self._changed.wait(max(0.0, min(end, next_end) - monotonic()))
 
 
-def address_of(host: str, port: int) -> str:
-    return f"fompi://{f'[{host}]' if ':' in host else host}:{port}"
+def _digest(listing: Listing | None) -> str:
+    return "" if listing is None else sha256(repr(sorted(listing.items())).encode()).hexdigest()
 
 
-class StoreLine:
-    """A connection between a store and a member."""
-
-    def __init__(self, sock: socket.socket, token: str, is_server: bool, end: float):
-        """Exchange greetings, until `end`. Raises LaunchError if the other end is no such store or member."""
-        self.sock, self._end = sock, end
-        own = secrets.token_bytes(CHALLENGE_NBYTES)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.sendall(GREETING + own)
-        if self._receive(len(GREETING)) != GREETING:
-            raise LaunchError("the other end does not speak as a store of fompi and its members do")
-        other = self._receive(CHALLENGE_NBYTES)
-        both = own + other if is_server else other + own
-        self._key = hmac.digest(token.encode(), GREETING + both, "sha256")
-        self._names = (b"store", b"member") if is_server else (b"member", b"store")
-        self._counts = [0, 0]
-
-    def say(self, values: Any) -> None:
-        body = json.dumps(values).encode()
-        self.sock.sendall(HEAD.pack(len(body), self._code(0, body)) + body)
-
-    def hear(self, end: float, most_nbytes: int = MOST_NBYTES) -> Any:
-        """The next message, until `end`. Raises LaunchError if it is not from who has the token."""
-        self._end = end
-        nbytes, code = HEAD.unpack(self._receive(HEAD.size))
-        if nbytes > most_nbytes:
-            raise LaunchError(f"a message of {nbytes} bytes is too large")
-        body = self._receive(nbytes)
-        if not hmac.compare_digest(code, self._code(1, body)):
-            raise LaunchError("the other end has another FOMPI_MEMBERS_TOKEN")
-        return json.loads(body)
-
-    def _code(self, way: int, body: bytes) -> bytes:
-        self._counts[way] += 1
-        return hmac.digest(self._key, self._names[way] + struct.pack("!Q", self._counts[way]) + body, "sha256")
-
-    def _receive(self, nbytes: int) -> bytes:
-        data = bytearray()
-        while len(data) < nbytes:
-            left = self._end - monotonic()
-            if left <= 0:
-                raise TimeoutError("timed out")
-            self.sock.settimeout(None if left == inf else left)
-            piece = self.sock.recv(min(nbytes - len(data), 1 << 20))
-            if not piece:
-                raise ConnectionError("the other end has closed the connection")
-            data += piece
-        return bytes(data)
-
-    def close(self) -> None:
-        self.sock.close()
+def _receive(stream: socket.socket, nbytes: int, end: float) -> bytes:
+    """So many bytes, until `end`."""
+    data = bytearray()
+    while len(data) < nbytes:
+        if (left := end - monotonic()) <= 0:
+            raise TimeoutError("timed out")
+        stream.settimeout(left)
+        if not (piece := stream.recv(nbytes - len(data))):
+            raise ConnectionError("the other end has closed the connection")
+        data += piece
+    return bytes(data)
 
 
-class Server:
-    """A store for other processes, at `address`, until it is closed. Threads serve it.
+def _frame(token: str, context: bytes, values: Any) -> bytes:
+    text = json.dumps(values).encode()
+    return HEAD.pack(len(text), hmac.digest(token.encode(), context + text, "sha256")) + text
 
-    Whoever connects must have the token (None: FOMPI_MEMBERS_TOKEN). Others are refused, and named in the log. Raises
-    LaunchError without a token, and OSError if the address cannot be used.
+
+def _heard(stream: socket.socket, token: str, context: bytes, most_nbytes: int, end: float) -> Any:
+    """What the other end says. Raises LaunchError if it does not have the token."""
+    nbytes, code = HEAD.unpack(_receive(stream, HEAD.size, end))
+    if nbytes > most_nbytes:
+        raise LaunchError(f"the other end is no store of fompi, nor a member: it sends {nbytes} bytes")
+    text = _receive(stream, nbytes, end)
+    if not hmac.compare_digest(code, hmac.digest(token.encode(), context + text, "sha256")):
+        raise LaunchError("the other end has another FOMPI_MEMBERS_TOKEN")
+    return json.loads(text)
+
+
+class Server(ThreadingTCPServer):
+    """A store for other processes, at `address`, until `close()`. Threads serve it.
+
+    Whoever asks must have the token. Others are refused, and named in the log. Raises LaunchError without a token, and
+    OSError if the address cannot be used.
     """
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, token: str | None = None):
-        self._token = token or token_of_environment()
-        self._store = LocalStore()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=128)
-        self.host, self.port = host, self._listener.getsockname()[1]
-        self.address = address_of(host, self.port)
-        self._lock = threading.Lock()
-        self._streams: set[socket.socket] = set()
-        self._strangers = 0
-        self._closed = False
-        threading.Thread(target=self._accept, name="fompi store", daemon=True).start()
+    allow_reuse_address, daemon_threads, block_on_close, request_queue_size = True, True, False, 128
 
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                stream, (host, port, *_) = self._listener.accept()
-            except OSError:  # it is closed, or there are too many files
-                sleep(PAUSE_SECONDS)
-                continue
-            with self._lock:
-                is_full = self._strangers >= MOST_STRANGERS or len(self._streams) >= MOST_CONNECTIONS
-                if is_full or self._closed:
-                    stream.close()
-                    continue
-                self._streams.add(stream)
-                self._strangers += 1
-            who = f"{host}:{port}"
-            threading.Thread(target=self._serve, args=(stream, who), name="fompi store", daemon=True).start()
+    def __init__(self, host: str = "127.0.0.1", port: int = 0):
+        self._token, self._store, self._lock = _token(), LocalStore(), threading.Lock()
+        self._open = self._strangers = 0
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), BaseRequestHandler)
+        self.address = _address(host, self.server_address[1])
+        threading.Thread(target=self.serve_forever, args=(0.1,), name="fompi store", daemon=True).start()
 
-    def _serve(self, stream: socket.socket, who: str) -> None:
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Answer one question, in a thread of its own."""
+        with self._lock:
+            if self._strangers >= MOST_STRANGERS or self._open >= MOST_CONNECTIONS:
+                return
+            self._strangers, self._open = self._strangers + 1, self._open + 1
         try:
-            line = self._introduced(stream, who)
-            while line is not None:
-                request = line.hear(inf)
-                try:
-                    answer = self._answer(request)
-                except (FompiError, ValueError, TypeError, KeyError) as error:
-                    answer = {"error": in_words(error)}
-                line.say(answer)
-        except (OSError, ValueError):  # it has gone
-            pass
-        except LaunchError as error:
-            log.warning("the store %s refuses %s: %s", self.address, who, error)
+            question, context = self._asked(request)
+            try:
+                answer = {"value": self._answer(**question)}
+            except (FompiError, ValueError, TypeError, AttributeError, LookupError) as error:
+                answer = {"error": in_words(error)}
+            request.settimeout(STRANGER_SECONDS)
+            request.sendall(_frame(self._token, b"store" + context, answer))
+        except (LaunchError, OSError) as error:
+            log.warning("the store %s refuses %s:%s: %s", self.address, *client_address[:2], error)
         finally:
             with self._lock:
-                self._streams.discard(stream)
-            stream.close()
+                self._open -= 1
 
-    def _introduced(self, stream: socket.socket, who: str) -> StoreLine | None:
-        """The line to a member that has shown that it has the token. None: it has not."""
-        line, end = None, monotonic() + STRANGER_SECONDS
+    def _asked(self, stream: socket.socket) -> tuple[Any, bytes]:
+        """The question of who has the token, and what the code of the answer is made with."""
+        challenge, end = secrets.token_bytes(CHALLENGE_NBYTES), monotonic() + STRANGER_SECONDS
         try:
-            line = StoreLine(stream, self._token, True, end)
-            line.hear(end, STRANGER_NBYTES)
-            line.say({"value": None})
-            stream.settimeout(None)
-            return line
-        except (LaunchError, OSError, ValueError) as error:
-            if not self._closed:
-                log.warning("the store %s refuses %s: %s", self.address, who, error)
-            with suppress(OSError):
-                if line is not None:
-                    line.say({"error": "refused"})  # its code says that the tokens differ
+            stream.sendall(GREETING + challenge)
+            context = challenge + _receive(stream, CHALLENGE_NBYTES, end)
+            try:
+                return _heard(stream, self._token, b"member" + context, QUESTION_NBYTES, end), context
+            except LaunchError:  # the code of this answer says it to a member with another token
+                stream.sendall(_frame(self._token, b"store" + context, {}))
+                raise
         finally:
             with self._lock:
                 self._strangers -= 1
-        return None
 
-    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        what, key = request["what"], request["key"]
+    def _answer(self, what: str, key: str, known: str = "", seconds: float = 0.0, **write: Any) -> Any:
         if what == "read":
-            return {"value": text_of_bytes(self._store.get(key))}
-        if what == "write":
-            new, ttl, only_if = bytes_of_text(request["new"]), request["ttl"], request["only_if"]
-            if only_if is not None:
-                return {"value": text_of_bytes(self._store.compare_set(key, bytes_of_text(only_if[0]), new, ttl))}
-            if new is not None:
-                self._store.put(key, new, ttl)
-            return {"value": text_of_bytes(new)}
+            return coded(self._store.get(key))
         if what == "watch":
-            known, seconds = _listing(request["known"]), min(float(request["seconds"]), WATCH_SECONDS)
-            found = self._store.watch(key, known, seconds)
-            return {"value": {each: text_of_bytes(value) for each, value in found.items()}}
-        raise ArgumentError(f"a store cannot {str(what)[:40]!r}")
+            found = self._store.changed(key, lambda found: _digest(found) == known, min(seconds, WATCH_SECONDS))
+            return {name: coded(value) for name, value in found.items()}
+        new, ttl, only_if = decoded(write["new"]), write["ttl"], write["only_if"]
+        if only_if is not None:
+            return coded(self._store.compare_set(key, decoded(only_if[0]), new, ttl))
+        self._store.put(key, new or b"", ttl)
+        return coded(new)
 
     def close(self) -> None:
-        self._closed = True
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        with self._lock:
-            streams = [*self._streams]
-        for stream in streams:
-            with suppress(OSError):
-                stream.shutdown(socket.SHUT_RDWR)
-
-    def __enter__(self) -> Server:
-        return self
+        self.shutdown()
+        self.server_close()
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
 
-def _listing(values: Any) -> Listing | None:
-    return None if values is None else {key: bytes_of_text(text) or b"" for key, text in values.items()}
+def _token() -> str:
+    """FOMPI_MEMBERS_TOKEN. Raises LaunchError if it is not set, or too short."""
+    environment.check("FOMPI_MEMBERS_TOKEN")
+    if not (token := environment.value("FOMPI_MEMBERS_TOKEN")):
+        make = "python -c 'import secrets; print(secrets.token_urlsafe())'"
+        raise LaunchError(f"FOMPI_MEMBERS_TOKEN is not set: set it for all members to what `{make}` prints")
+    return token
 
 
-class ServedStore(Connecting):
+def _address(host: str, port: int) -> str:
+    return f"fompi://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+class ServedStore(MembersStore):
     """The store of a `Server`. With `serve` this process becomes the server if there is none at this address."""
 
     def __init__(self, host: str, port: int, seconds: float = SECONDS, serve: bool = False):
-        super().__init__(address_of(host, port), seconds)
-        self._host, self._port, self._token = host, port, token_of_environment()
-        self._serves = serve
-        self._server: Server | None = None
+        super().__init__(_address(host, port), seconds)
+        self._place, self._token, self._serves = (host, port), _token(), serve
 
-    def _connect(self) -> StoreLine:
+    def _ask(self, more: float = 0.0, **question: Any) -> Any:
         try:
-            stream = socket.create_connection((self._host, self._port), self.seconds / 2)
+            stream = socket.create_connection(self._place, self.seconds / 2)
         except ConnectionRefusedError:
             if self._serves:
-                self._server = Server(self._host, self._port, self._token)  # OSError: another one was faster
+                self.server = Server(*self._place)  # OSError: another one was faster
             raise
-        try:
-            end = monotonic() + self.seconds / 2
-            line = StoreLine(stream, self._token, False, end)
-            line.say({"what": "hello"})
-            line.hear(end, STRANGER_NBYTES)
-        except LaunchError as error:
-            stream.close()
-            raise LaunchError(f"the store {self.address}: {error}") from None
-        except BaseException:
-            stream.close()
-            raise
-        return line
-
-    def _ask(self, more: float = 0.0, **request: Any) -> Any:
-        with self._connection() as line:
-            line.say(request)
-            answer = line.hear(monotonic() + self.seconds + more)
+        end = monotonic() + self.seconds + more
+        with stream:
+            if _receive(stream, len(GREETING), end) != GREETING:
+                raise LaunchError(f"what listens at {self.address} is no store of fompi")
+            own = secrets.token_bytes(CHALLENGE_NBYTES)
+            context = _receive(stream, CHALLENGE_NBYTES, end) + own
+            stream.sendall(own + _frame(self._token, b"member" + context, question))
+            try:
+                answer = _heard(stream, self._token, b"store" + context, ANSWER_NBYTES, end)
+            except LaunchError as error:
+                raise LaunchError(f"the store {self.address}: {error}") from None
         if "error" in answer:
             raise ArgumentError(f"the store {self.address}: {answer['error']}")
         return answer["value"]
 
-    def _read(self, key: str) -> bytes | None:
-        return bytes_of_text(self._ask(what="read", key=key))
+    def _read(self, key: str) -> Value:
+        return decoded(self._ask(what="read", key=key))
 
-    def _write(
-        self, key: str, new: bytes | None, ttl: float | None, only_if: tuple[bytes | None] | None
-    ) -> bytes | None:
-        before = None if only_if is None else [text_of_bytes(only_if[0])]
-        return bytes_of_text(self._ask(what="write", key=key, new=text_of_bytes(new), ttl=ttl, only_if=before))
+    def _write(self, key: str, new: Value, ttl: float | None, only_if: tuple[Value] | None) -> Value:
+        before = None if only_if is None else [coded(only_if[0])]
+        return decoded(self._ask(what="write", key=key, new=coded(new), ttl=ttl, only_if=before))
 
     def _watch(self, prefix: str, known: Listing | None, seconds: float) -> Listing:
-        sent = None if known is None else {key: text_of_bytes(value) for key, value in known.items()}
         seconds = min(seconds, WATCH_SECONDS)
-        return _listing(self._ask(seconds, what="watch", key=prefix, known=sent, seconds=seconds)) or {}
-
-    def close(self) -> None:
-        super().close()
-        if self._server is not None:
-            self._server.close()
+        answer = self._ask(seconds, what="watch", key=prefix, known=_digest(known), seconds=seconds)
+        return {key: decoded(value) or b"" for key, value in answer.items()}

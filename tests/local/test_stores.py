@@ -6,17 +6,18 @@ import logging
 import os
 import shutil
 import socket
+import struct
 import subprocess
-import sys
 import threading
+from contextlib import suppress
 from datetime import timedelta
 from time import monotonic, sleep
 
-import job
 import pytest
 
 import fompi
-from fompi.members import Server, open_store
+from fompi.members import Server, open_store, served
+from fompi.members.stores import VALUE_NBYTES
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 TTL = 1.0
@@ -36,7 +37,7 @@ class Served:
         self.start()
 
     def start(self):
-        self.server = Server("127.0.0.1", self.port, TOKEN)
+        self.server = Server("127.0.0.1", self.port)
 
     def stop(self):
         self.server.close()
@@ -77,7 +78,7 @@ class Etcd(Served):
 
 
 @pytest.fixture(params=["fompi", "torch", "etcd"])
-def served(request, tmp_path, monkeypatch):
+def stores(request, tmp_path, monkeypatch):
     monkeypatch.setenv("FOMPI_MEMBERS_TOKEN", TOKEN)
     if request.param == "torch":
         pytest.importorskip("torch.distributed")
@@ -88,8 +89,8 @@ def served(request, tmp_path, monkeypatch):
     made.stop()
 
 
-def test_the_four_verbs(served):
-    with open_store(served.address) as store, open_store(served.address) as other:
+def test_the_four_verbs(stores):
+    with open_store(stores.address) as store, open_store(stores.address) as other:
         assert store.get("a") is None and store.watch("") == {}
         store.put("a", "1")
         store.put("group/é", b"\0\xff")
@@ -101,17 +102,18 @@ def test_the_four_verbs(served):
         assert store.compare_set("b", "1", "3") is None and store.get("b") is None
         assert store.compare_set("a", b"2", None) is None and other.get("a") is None and "a" not in other.watch("")
         assert other.compare_set("a", None, "4") == b"4" and store.get("a") == b"4"
-        store.put("large", bytes(1 << 20))
-        assert len(other.get("large")) == 1 << 20
-        for key, value, ttl in (("", "1", None), ("k" * 513, "1", None), ("k", bytes((1 << 20) + 1), None), ("k", "1", 0)):
+        large = [bytes([at]) * VALUE_NBYTES for at in (1, 2)]
+        store.put("large", large[0])
+        assert other.compare_set("large", large[0], large[1]) == large[1] == store.get("large")
+        for key, value, ttl in (("", "1", None), ("k" * 513, "1", None), ("k", large[0] + b"1", None), ("k", "1", 0)):
             with pytest.raises(fompi.ArgumentError):
                 store.put(key, value, ttl)
         assert store.get("k") is None
 
 
-def test_a_lease_that_runs_out(served):
+def test_a_lease_that_runs_out(stores):
     """It does so by the clock of the store, or of the reader. Who puts it again in time keeps it."""
-    with open_store(served.address) as store, open_store(served.address) as other:
+    with open_store(stores.address) as store, open_store(stores.address) as other:
         store.put("m/kept", "1", TTL)
         store.put("m/gone", "2", TTL)
         store.put("m/stays", "3")
@@ -125,30 +127,28 @@ def test_a_lease_that_runs_out(served):
         assert other.compare_set("m/gone", None, "4") == b"4"
 
 
-def test_two_proposals_at_once(served):
+def test_two_proposals_at_once(stores):
     """One of them is taken, and all get that one."""
-    stores = [open_store(served.address) for _ in range(4)]
+    opened = [open_store(stores.address) for _ in range(4)]
     for turn in range(5):
-        before, answers = f"{turn - 1}" if turn else None, [None] * 8
-        taken = stores[0].get("epoch")
+        answers = [None] * 8
+        taken = opened[0].get("epoch")
 
         def propose(at, old=taken, turn=turn, answers=answers):
-            answers[at] = stores[at % 4].compare_set("epoch", old, f"{turn} of {at}")
+            answers[at] = opened[at % 4].compare_set("epoch", old, f"{turn} of {at}")
 
         threads = [threading.Thread(target=propose, args=(at,)) for at in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert len({*answers}) == 1 and answers[0] == stores[1].get("epoch"), before
+        assert len({*answers}) == 1 and answers[0] == opened[1].get("epoch")
         assert answers[0].startswith(f"{turn} of".encode())
-    for store in stores:
-        store.close()
 
 
-def test_a_watch_wakes(served):
+def test_a_watch_wakes(stores):
     """A change elsewhere ends the wait. Nothing else does, before the deadline."""
-    with open_store(served.address) as store, open_store(served.address) as other:
+    with open_store(stores.address) as store, open_store(stores.address) as other:
         store.put("w/1", "1")
         found = []
         waiting = threading.Thread(target=lambda: found.append(other.watch("w/", {"w/1": b"1"}, 30)))
@@ -165,41 +165,39 @@ def test_a_watch_wakes(served):
         assert other.watch("w/", found[0], 0.4) == found[0] and 0.35 < monotonic() - begun < 8
 
 
-def test_a_store_that_dies_and_comes_back(served):
+def test_a_store_that_dies_and_comes_back(stores):
     """Who waits goes on, and leases are put again. A store that stays away is named."""
-    with open_store(served.address) as store, open_store(served.address, seconds=1) as impatient:
+    with open_store(stores.address) as store, open_store(stores.address, seconds=1) as impatient:
         store.put("d/1", "1", 30)
         known, found = impatient.watch("d/"), []
         waiting = threading.Thread(target=lambda: found.append(store.watch("d/", {}, 0.1)))
-        served.stop()
+        stores.stop()
         waiting.start()
         begun = monotonic()
-        with pytest.raises(fompi.WaitTimeout, match=rf"the store {served.address} has not answered for 1 s: "):
+        with pytest.raises(fompi.WaitTimeout, match=rf"the store {stores.address} does not answer for 1 s: "):
             impatient.get("d/1")
         assert monotonic() - begun < 8
-        served.start()
+        stores.start()
         waiting.join(20)
         assert found in ([{}], [known])  # etcd keeps it
         store.put("d/1", "1", 30)
         assert impatient.get("d/1") == b"1" and impatient.watch("d/") == {"d/1": b"1"}
 
 
-def test_a_wrong_address_is_named(served):
-    scheme = served.address.partition("://")[0]
+def test_a_wrong_address_is_named(stores):
+    scheme = stores.address.partition("://")[0]
     begun = monotonic()
     with open_store(f"{scheme}://127.0.0.1:1", seconds=0.5) as store:
-        with pytest.raises(fompi.WaitTimeout, match=rf"the store {scheme}://127.0.0.1:1 has not answered for 0.5 s"):
+        with pytest.raises(fompi.WaitTimeout, match=rf"the store {scheme}://127.0.0.1:1 does not answer for 0.5 s"):
             store.get("a")
         assert monotonic() - begun < 5
-    with pytest.raises(fompi.StateError, match="is closed"):
-        store.get("a")
 
 
 def test_addresses_that_are_none(monkeypatch):
     for address in ("h1:2379", "http://h1:2379", "etcd://", "fompi://h1:x", "fompi://h1:1,h2:1", "fompi://:1"):
         with pytest.raises(fompi.ArgumentError, match="is no address of a store"):
             open_store(address)
-    with pytest.raises(fompi.ArgumentError, match="dict is no store: it has no set, check"):
+    with pytest.raises(fompi.ArgumentError, match="dict is no address or store: it has no set, check"):
         open_store({})
     monkeypatch.delenv("FOMPI_MEMBERS_TOKEN", raising=False)
     with pytest.raises(fompi.LaunchError, match="FOMPI_MEMBERS_TOKEN is not set: set it to the same secret"):
@@ -210,53 +208,126 @@ def test_addresses_that_are_none(monkeypatch):
 
 
 def test_a_stranger_disturbs_nobody(monkeypatch, caplog):
-    """Garbage, another token, a message that is said again, and what is no such store: refused, and named."""
-    from fompi.members import served as module
-
+    """Garbage, silence, another token, a question that is said again, and what is no such store: refused, and named."""
     monkeypatch.setenv("FOMPI_MEMBERS_TOKEN", TOKEN)
-    monkeypatch.setattr(module, "STRANGER_SECONDS", 1.0)
+    monkeypatch.setattr(served, "STRANGER_SECONDS", 1.0)
     caplog.set_level(logging.WARNING, "fompi")
     with Server("127.0.0.1") as server, open_store(server.address) as store:
         store.put("a", "1")
-        place = "127.0.0.1", server.port
-        silent = socket.create_connection(place)
-        for garbage in (b"GET / HTTP/1.1\r\n\r\n" * 9, os.urandom(500), module.GREETING + bytes(200)):
+        place = server.server_address
+        silent = [socket.create_connection(place) for _ in range(5)]
+        for garbage in (b"GET / HTTP/1.1\r\n\r\n" * 9, bytes(32) + struct.pack("!I", 99) + os.urandom(500)):
             with socket.create_connection(place) as stranger:
-                stranger.settimeout(10)
                 stranger.sendall(garbage)
-                sleep(0.05)
-                heard = b""
-                with pytest.raises((ConnectionError, EOFError)):
-                    while True:
-                        heard += (piece := stranger.recv(1000))
-                        if not piece:
-                            raise EOFError
-                assert b"value" not in heard
+                assert b"value" not in heard(stranger)
         monkeypatch.setenv("FOMPI_MEMBERS_TOKEN", TOKEN[::-1])
         with pytest.raises(fompi.LaunchError, match=f"{server.address}: the other end has another FOMPI_MEMBERS_TOKEN"):
             open_store(server.address).get("a")
         monkeypatch.setenv("FOMPI_MEMBERS_TOKEN", TOKEN)
-        end = monotonic() + 10
-        line = module.StoreLine(socket.create_connection(place), TOKEN, False, end)
-        line.say({"what": "hello"})
-        assert line.hear(end) == {"value": None}
-        for wrong in ({"what": "write"}, [], {"what": "drop", "key": "a"}, {"what": "read", "key": 5}):
-            line.say(wrong)
-            assert "error" in line.hear(end)
-        line._counts[0] -= 1  # as if somebody had sent this message again
-        line.say({"what": "write", "key": "a", "new": None, "ttl": None, "only_if": None})
-        with pytest.raises(ConnectionError):
-            line.hear(end)
-        silent.settimeout(10)
-        while silent.recv(1000):
-            pass
-        silent.close()
-        assert store.get("a") == b"1" and open_store(server.address).get("a") == b"1"
+
+        with socket.create_server(
+            ("127.0.0.1", 0)
+        ) as between:  # somebody in between hears a question, and says it again
+            between_address = f"fompi://127.0.0.1:{between.getsockname()[1]}"
+            replay = threading.Thread(target=say_again, args=(between, place))
+            replay.start()
+            open_store(between_address).put("a", "2")
+            open_store(server.address).put("a", "3")
+            replay.join(20)
+            assert store.get("a") == b"3"
+        for wrong in (
+            {"what": "write"},
+            {"what": "drop", "key": "a"},
+            {"what": "read", "key": 5},
+            {"key": "a", "x": 1},
+        ):
+            with pytest.raises(fompi.ArgumentError, match=f"the store {server.address}: "):
+                store._ask(**wrong)
+        assert [heard(each)[:8] for each in silent] == [served.GREETING] * 5
+        assert store.get("a") == b"3"
     refused = [record.getMessage() for record in caplog.records]
-    assert len(refused) == 6 and all(f"the store {server.address} refuses 127.0.0.1:" in words for words in refused)
-    assert sum("does not speak as a store" in words for words in refused) == 2
-    assert sum("has another FOMPI_MEMBERS_TOKEN" in words for words in refused) == 2
+    assert len(refused) == 9 and all(f"the store {server.address} refuses 127.0.0.1:" in words for words in refused)
+    assert sum("is no store of fompi, nor a member" in words for words in refused) == 1
+    assert sum("has another FOMPI_MEMBERS_TOKEN" in words for words in refused) == 3
+    assert sum("timed out" in words for words in refused) == 5
     with socket.create_server(("127.0.0.1", 0)) as other:
         threading.Thread(target=lambda: other.accept()[0].sendall(b"220 mail.example.org ESMTP " * 3)).start()
-        with pytest.raises(fompi.LaunchError, match="does not speak as a store of fompi"):
+        with pytest.raises(fompi.LaunchError, match=r"what listens at fompi://127.0.0.1:\d+ is no store of fompi"):
             open_store(f"fompi://127.0.0.1:{other.getsockname()[1]}").get("a")
+
+
+def heard(stream):
+    """All that comes, until the other end closes."""
+    stream.settimeout(10)
+    pieces = []
+    with suppress(ConnectionError):
+        while piece := stream.recv(1 << 16):
+            pieces.append(piece)
+    return b"".join(pieces)
+
+
+def say_again(listener, place):
+    """Pass one question on, and its answer back. Then ask the same again."""
+    question = b""
+    for turn in range(2):
+        with socket.create_connection(place) as store:
+            if turn:
+                sleep(0.2)  # another value is there now
+                store.sendall(question)
+                assert b"value" not in heard(store)
+                continue
+            member, _ = listener.accept()
+            member.sendall(store.recv(40))
+            while len(question) < 60 or not question.endswith(b"}"):
+                question += member.recv(1 << 16)
+            store.sendall(question)
+            member.sendall(heard(store))
+            member.close()
+
+
+def test_etcd_with_a_password_and_https(tmp_path):
+    """Who may not ask is told what to write. A token that etcd has forgotten is asked for again."""
+    if not shutil.which("etcd"):
+        pytest.skip("there is no etcd: apt-get install etcd-server")
+    made = Etcd(tmp_path / "data")
+    made.stop()
+    try:
+        made.start("https", "--auto-tls")
+        certificate = tmp_path / "data/fixtures/client/cert.pem"
+        begun = monotonic()
+        while not certificate.exists() and monotonic() < begun + 20:
+            sleep(0.05)
+        place = f"127.0.0.1:{made.port}"
+        store = open_store(f"etcds://{place}", ca=str(certificate))
+        store.put("a", "1")
+        for path, body in (
+            ("auth/user/add", {"name": "root", "password": "p@ss"}),
+            ("auth/role/add", {"name": "root"}),
+            ("auth/user/grant", {"user": "root", "role": "root"}),
+            ("auth/enable", {}),
+        ):
+            store._ask(path, body)
+        with pytest.raises(fompi.LaunchError, match=r"refuses kv/range: .*user name is empty: write etcd://USER:PASS"):
+            store.get("a")
+        with pytest.raises(fompi.LaunchError, match=r"refuses auth/authenticate: .*invalid user ID or password"):
+            open_store(f"etcds://root:no@{place}", ca=str(certificate)).get("a")
+        known = open_store(f"etcds://root:p%40ss@{place}", ca=str(certificate))
+        assert known.get("a") == b"1" and "p@ss" not in known.address
+        known._token = "forgotten.1"
+        assert known.watch("a", {"a": b"1"}, 0.3) == {"a": b"1"}
+        with pytest.raises(fompi.WaitTimeout, match="CERTIFICATE_VERIFY_FAILED"):
+            open_store(f"etcds://root:p%40ss@{place}", seconds=0.3).get("a")
+    finally:
+        made.stop()
+
+
+def test_the_first_member_serves(monkeypatch):
+    """Who comes first is the server. When it goes, another one is."""
+    monkeypatch.setenv("FOMPI_MEMBERS_TOKEN", TOKEN)
+    address = f"fompi://127.0.0.1:{free_port()}"
+    first, second = (open_store(address, serve=True) for _ in range(2))
+    first.put("a", "1")
+    assert second.get("a") == b"1" and first.server is not None and second.server is None
+    first.close()
+    assert second.get("a") is None and second.server is not None
+    second.close()
