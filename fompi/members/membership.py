@@ -49,11 +49,9 @@ DOOR, IN, AWAY = "door", "in", "away"
 def open_store(address: Any, seconds: float = SECONDS, serve: bool = False, ca: str | None = None) -> MembersStore:
     """The store at this address: what members of epochs share.
 
-    | address | the store |
-    |---|---|
-    | `fompi://host:port` | of `fompi members serve`, or of another member |
-    | `etcd://user:password@host:port,host:port` | etcd 3.4 or later. `etcds://` is https |
-    | `tcp://host:port`, or an object | a store of torch |
+        open_store("fompi://h1:7777")                # that of `fompi members serve`, or of another member
+        open_store("etcd://user:password@h1:2379")   # etcd 3.4 or later; h1:2379,h2:2379; etcds:// is https
+        open_store("tcp://h1:29500")                 # a TCPStore of torch; also an object: any store of torch
 
     A store that does not answer is asked again for `seconds`. `serve`: this process serves the store of `fompi://` if
     nobody does. `ca`: a file of certificates for `etcds://`; None: those of the system. Raises ArgumentError for

@@ -25,28 +25,33 @@ MEMBER = textwrap.dedent("""
 
     name, address = sys.argv[1:]
     store = open_store(address)
+    comm, step, state, ends = None, 0, np.zeros(5), False
     with Membership(store, name, least=2, ttl=1.5) as membership:
-        def join():
-            comm = membership.join(timeout=60)
-            names = " ".join(name for name, _ in membership.epoch.members)
-            print(f"epoch {membership.epoch.number}: {names}", flush=True)
-            return comm
-
-        comm, ends = join(), False
         while not ends:
-            wish = np.array([comm.rank + 1, membership.changed, store.get("end") is not None])
+            if comm is None:
+                comm = membership.join(timeout=60)
+                names = " ".join(name for name, _ in membership.epoch.members)
+                print(f"epoch {membership.epoch.number}: {names}", flush=True)
             try:
-                total, changed, ends = fompi.all_reduce(wish, comm=comm)
+                here = fompi.all_gather(np.array([step, membership.changed]), comm=comm).reshape(-1, 2)
+                if here[:, 0].min() < here[:, 0].max():
+                    state = fompi.broadcast(state, root=int(here[:, 0].argmax()), comm=comm)
+                    step = int(here[:, 0].max())
+                if here[:, 1].any():
+                    comm = None
+                    continue
+                wish = np.array([comm.rank + 1, store.get("end") is not None, step])
+                total, ends, steps = fompi.all_reduce(wish, comm=comm)
             except (fompi.PeerError, fompi.WaitTimeout) as error:
                 print(f"{type(error).__name__}: {error}", flush=True)
-                comm = join()
+                comm = None
                 continue
-            assert total == comm.size * (comm.size + 1) // 2
-            if changed and not ends:
-                comm = join()
+            assert total == comm.size * (comm.size + 1) // 2 and steps == comm.size * step
+            state, step = state + 1, step + 1
+            assert (state == step).all()
             time.sleep(0.02)
         comm.close()
-    print("ends", flush=True)
+    print(f"ends after step {step}", flush=True)
 """)
 
 
@@ -114,7 +119,8 @@ def test_members_come_and_go(members):
     for name in "abc":
         assert members.processes[name].wait(40) == 0, members.said()
     said = {name: (members.folder / f"{name}.txt").read_text() for name in "abc"}
-    assert all(text.endswith("ends\n") and "Traceback" not in text for text in said.values()), members.said()
+    assert len({text.splitlines()[-1] for text in said.values()}) == 1, members.said()
+    assert "ends after step" in said["a"] and "Traceback" not in members.said()
     epochs = [line for line in said["c"].splitlines() if line.startswith("epoch")]
     assert len({*epochs}) == len(epochs) and said["c"].count("PeerError") >= 2, members.said()
     assert members.store.watch("fompi/members/") == {}
