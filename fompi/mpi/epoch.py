@@ -249,3 +249,5 @@ class _Joining:
             if not progress():
                 sleep(PAUSE_SECONDS)
         return found
+
+

@@ -278,7 +278,9 @@ class Intracomm:
         return super().__new__(cls) if comm is None else comm
 
     @classmethod
-    def of(cls, number: int, peers: Sequence[int], world_ranks: Sequence[int], is_meeting: bool = False) -> Intracomm:
+    def of(
+        cls, number: int, peers: Sequence[int], world_ranks: Sequence[int], is_meeting: bool = False
+    ) -> Intracomm:
         """The communicator of these processes. `number`: its own, as on all of them.
 
         The last quarter of the numbers is for those in which the members of a new one meet (`Create_group`).
