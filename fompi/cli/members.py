@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 
+from fompi.base.errors import LaunchError
 from fompi.members import Server
 from fompi.members.membership import PORTS
 
@@ -25,4 +26,6 @@ def run(options: argparse.Namespace) -> int:
             signal.pause()
     except KeyboardInterrupt:  # the way to end it
         pass
+    except OSError as error:
+        raise LaunchError(f"{options.host}:{options.port}: {error.strerror or error}") from error
     return 0

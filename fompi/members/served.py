@@ -147,20 +147,20 @@ class Server(ThreadingTCPServer):
                 return
             self._strangers, self._open = self._strangers + 1, self._open + 1
         try:
-            question, context = self._asked(request)
+            question, context = self._asked(request, client_address)
             try:
                 answer = {"value": self._answer(**question)}
             except (FompiError, ValueError, TypeError, AttributeError, LookupError) as error:
                 answer = {"error": in_words(error)}
             request.settimeout(STRANGER_SECONDS)
             request.sendall(_frame(self._token, b"store" + context, answer))
-        except (LaunchError, OSError) as error:
-            log.warning("the store %s refuses %s:%s: %s", self.address, *client_address[:2], error)
+        except (LaunchError, OSError):  # a stranger, or a member that has gone
+            pass
         finally:
             with self._lock:
                 self._open -= 1
 
-    def _asked(self, stream: socket.socket) -> tuple[Any, bytes]:
+    def _asked(self, stream: socket.socket, who: Any) -> tuple[Any, bytes]:
         """The question of who has the token, and what the code of the answer is made with."""
         challenge, end = secrets.token_bytes(CHALLENGE_NBYTES), monotonic() + STRANGER_SECONDS
         try:
@@ -171,6 +171,9 @@ class Server(ThreadingTCPServer):
             except LaunchError:  # the code of this answer says it to a member with another token
                 stream.sendall(_frame(self._token, b"store" + context, {}))
                 raise
+        except (LaunchError, OSError) as error:
+            log.warning("the store %s refuses %s:%s: %s", self.address, *who[:2], error)
+            raise
         finally:
             with self._lock:
                 self._strangers -= 1

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import socket
 import struct
 import subprocess
+import sys
 import threading
 from contextlib import suppress
 from datetime import timedelta
@@ -200,7 +202,7 @@ def test_addresses_that_are_none(monkeypatch):
     with pytest.raises(fompi.ArgumentError, match="dict is no address or store: it has no set, check"):
         open_store({})
     monkeypatch.delenv("FOMPI_MEMBERS_TOKEN", raising=False)
-    with pytest.raises(fompi.LaunchError, match="FOMPI_MEMBERS_TOKEN is not set: set it to the same secret"):
+    with pytest.raises(fompi.LaunchError, match="FOMPI_MEMBERS_TOKEN is not set: set it for all members to"):
         open_store("fompi://127.0.0.1:1")
     monkeypatch.setenv("FOMPI_MEMBERS_TOKEN", "short")
     with pytest.raises(fompi.LaunchError, match=r"FOMPI_MEMBERS_TOKEN=\.\.\.: give"):
@@ -331,3 +333,23 @@ def test_the_first_member_serves(monkeypatch):
     first.close()
     assert second.get("a") is None and second.server is not None
     second.close()
+
+
+def test_the_command(monkeypatch):
+    """`fompi members serve` says where it is, and ends by Ctrl-C or SIGTERM. Without a token it is one line."""
+    command = [sys.executable, "-m", "fompi", "members", "serve", "--port", str(port := free_port())]
+    monkeypatch.delenv("FOMPI_MEMBERS_TOKEN", raising=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 2 and done.stderr.startswith("fompi: FOMPI_MEMBERS_TOKEN is not set: "), done.stderr
+    monkeypatch.setenv("FOMPI_MEMBERS_TOKEN", TOKEN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            open_store(f"fompi://127.0.0.1:{port}", seconds=40).put("a", "1")
+            taken = subprocess.run(command, capture_output=True, text=True, timeout=50)
+            assert taken.returncode == 2 and taken.stderr == f"fompi: 127.0.0.1:{port}: Address already in use\n"
+            process.send_signal(number)
+            out, err = process.communicate(timeout=40)
+            assert (process.returncode, err) == (0, "") and out.startswith(f"fompi://127.0.0.1:{port} is there"), err
+        finally:
+            process.kill()
