@@ -10,10 +10,10 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from math import ceil
 from typing import Any
 
-from fompi.base.errors import ArgumentError, LaunchError
+from fompi.base.errors import LaunchError
 from fompi.members.stores import SECONDS, Listing, MembersStore, Value, coded, decoded
 
-AWAY, TOO_LARGE, NO_LEASE, NO_TOKEN = (4, 14), 8, 5, 16
+AWAY, NO_LEASE, NO_TOKEN = (4, 14), 5, 16
 """Codes of errors: it cannot answer now; a lease has run out; whoever asks must say anew who it is."""
 
 
@@ -65,7 +65,7 @@ class EtcdStore(MembersStore):
         return self._checked(path, answer.status, text)
 
     def _checked(self, path: str, status: int, text: bytes) -> Any:
-        """The answer. Raises ConnectionError for what may be better the next time, LaunchError, and ArgumentError."""
+        """The answer. Raises ConnectionError for what may be better the next time, else LaunchError."""
         try:
             values = json.loads(text)
         except ValueError:
@@ -80,8 +80,6 @@ class EtcdStore(MembersStore):
             self._leases.clear()
         if code in (*AWAY, NO_LEASE) or (code == NO_TOKEN and self._user is not None):
             raise ConnectionError(words)
-        if code == TOO_LARGE:
-            raise ArgumentError(f"the store {self.address}: {words}")
         remedy = ": write etcd://USER:PASSWORD@HOST:PORT" if "user name is empty" in words else ""
         raise LaunchError(f"the store {self.address} refuses {path}: {words}{remedy}")
 

@@ -125,12 +125,6 @@ class View(NamedTuple):
     def waiting(self) -> list[str]:
         return sorted(name for name, said in self.alive.items() if said.state == DOOR)
 
-    def has_entered(self, name: str, epoch: Epoch) -> bool:
-        """True if this member of `epoch` is in it, or about to enter it."""
-        said = self.alive.get(name, Spoken("", 0, AWAY))
-        is_entering = said.state == IN or (said.state == DOOR and said.known < epoch.number)
-        return is_entering and (name, said.handle) in epoch.members
-
     def newest(self) -> int:
         """The highest number that is known at the door."""
         return max(self.epoch.number, *(self.alive[name].known for name in self.waiting()), 0)
@@ -148,10 +142,9 @@ class View(NamedTuple):
         return Epoch(self.newest() + 1, secrets.token_hex(8), tuple((name, self.alive[name].handle) for name in names))
 
     def differs_from(self, epoch: Epoch) -> bool:
-        """True if members of `epoch` have left it, others wait for the next one, or there is another one."""
-        others = [name for name in self.waiting() if (name, self.alive[name].handle) not in epoch.members]
-        is_other = bool(self.epoch.members) and self.epoch.mark != epoch.mark
-        return is_other or bool(others) or not all(self.has_entered(name, epoch) for name, _ in epoch.members)
+        """True if a member of `epoch` is lost or away, or others are here: at the door, or in an epoch of their own."""
+        here = {(name, said.handle) for name, said in self.alive.items() if said.state != AWAY}
+        return here != {*epoch.members}
 
 
 class Presence:
@@ -229,7 +222,7 @@ class Membership:
         self._given, self._store = store, open_store(store)
         self._presence = Presence(self._store, group, name, epochs.handle(), ttl)
         self._news, self._closing = Condition(), Event()
-        self._listing: Listing = {}
+        self._heard: tuple[Listing, View] = {}, View(Epoch(), {})
         self._error: BaseException | None = None
         self._trouble = ""
         self._thread = Thread(target=self._run, name=f"fompi member {name}", daemon=True)
@@ -242,8 +235,9 @@ class Membership:
                 self._presence.say()
                 end = monotonic() + self._presence.ttl / 3
                 while (left := end - monotonic()) > 0 and not self._closing.is_set():
-                    self._listing, self._trouble = self._store.watch(f"{self.group}/", self._listing, left), ""
+                    listing = self._store.watch(f"{self.group}/", self._heard[0], left)
                     with self._news:
+                        self._heard, self._trouble = (listing, View.of(listing, self.group)), ""
                         self._news.notify_all()
             except WaitTimeout as error:  # the members go on without the store
                 self._trouble = f"; {error}"
@@ -262,7 +256,7 @@ class Membership:
         """
         if self.epoch is None or self._is_settling():
             return False
-        return self._error is not None or View.of(self._listing, self.group).differs_from(self.epoch)
+        return self._error is not None or self._heard[1].differs_from(self.epoch)
 
     def _is_settling(self) -> bool:
         """True for one time to live after the store has lost what it had: all members say anew that they are here."""
@@ -304,12 +298,12 @@ class Membership:
         while True:
             if self._error is not None:
                 raise self._error
-            listing = self._listing
-            view = View.of(listing, self.group)
+            listing, view = heard = self._heard
             if (epoch := self._presence.due(view)) is not None:
                 return epoch
-            if listing is not seen and not self._is_settling():
-                self._presence.propose(seen := listing, self.least)
+            if heard is not seen and not self._is_settling():
+                seen = heard
+                self._presence.propose(listing, self.least)
             if monotonic() > end:
                 late = ", ".join(view.awaited()) or "others"
                 raise WaitTimeout(
@@ -319,7 +313,7 @@ class Membership:
                 )
             if not engine.progress():
                 with self._news:
-                    if self._listing is listing:
+                    if self._heard is heard:
                         self._news.wait(PAUSE_SECONDS)
 
     def _met(self, epoch: Epoch, end: float) -> Communicator | None:

@@ -134,13 +134,13 @@ def test_what_changes_an_epoch():
     assert not View(Epoch(0, "root", ()), {"a": entered, "b": entering}).differs_from(epoch)
     for alive in (
         {"a": entered},
-        {"a": entered, "b": entering._replace(known=3)},
         {"a": entered, "b": entering._replace(state=AWAY)},
         {"a": entered, "b": Spoken(other, 0, AWAY)},
         {"a": entered, "b": entering, "c": door},
+        {"a": entered, "b": entering, "c": door._replace(state=IN)},
     ):
         assert View(epoch, alive).differs_from(epoch), alive
-    assert View(Epoch(1, "other", (("c", other),)), {"a": entered, "b": entering}).differs_from(epoch)
+    assert not View(epoch, {"a": entered, "b": entering, "c": door._replace(state=AWAY)}).differs_from(epoch)
 
 
 def test_what_strangers_put_into_the_store():
