@@ -148,6 +148,7 @@ DOORS.comm = lambda: import_module("fompi.ops.intracomm").Comm
 DOORS.report = _late("fompi.runtime.report", "of_environment")
 DOORS.communicator_of_torch = _late("fompi.torch.groups", "communicator")
 DOORS.store_of_torchrun = _late("fompi.torch.store", "of_torchrun")
+DOORS.tcp_store = _late("fompi.torch.store", "at_tcp")
 frames.install()
 say_if_missing()
 

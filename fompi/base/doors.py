@@ -59,6 +59,9 @@ class Doors:
     store_of_torchrun: Callable[[float], Any] = closed
     """(seconds) -> the store by which the processes of torchrun start MPI. `mpi` -> `torch`."""
 
+    tcp_store: Callable[[str, int, float], Any] = closed
+    """(host, port, seconds) -> the TCPStore of torch that listens there. `members` -> `torch`."""
+
     communicator_of_torch: Callable[[Any], Any] = closed
     """(group) -> the Communicator of a ProcessGroup or DeviceMesh of torch. `engine` -> `torch`."""
 

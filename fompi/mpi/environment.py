@@ -34,7 +34,8 @@ class Variable:
         if not text or self.is_taken(text):
             return None
         near = meant(text, self.takes.removeprefix("one of ").split(", "))
-        return LaunchError(f"{self.name}={text}: give {self.takes}{near}")
+        shown = "..." if self.name.endswith("_TOKEN") else text
+        return LaunchError(f"{self.name}={shown}: give {self.takes}{near}")
 
 
 def _one_of(name: str, default: str, *choices: str) -> Variable:
@@ -53,6 +54,11 @@ def _is_writable(text: str) -> bool:
 
 def _is_report(text: str) -> bool:
     return text in ("0", "1", "short", "full") or (text.endswith(".json") and _is_writable(text))
+
+
+def _is_secret(text: str) -> bool:
+    """True for at least 128 bits, in base64 or hexadecimal digits."""
+    return len(text) >= 22 and len(set(text)) >= 8
 
 
 def _is_folder(text: str) -> bool:
@@ -78,6 +84,7 @@ VARIABLES = {
         _one_of("FOMPI_COUNTERS", "auto", "auto", "0", "1"),
         _one_of("FOMPI_SINGLETONS", "0", "0", "1"),
         _one_of("FOMPI_TORCH", "0", "0", "1"),
+        Variable("FOMPI_MEMBERS_TOKEN", "", "a random text of 22 characters or more", _is_secret),
         _one_of("FOMPI_DEBUG", "0", "0", "1"),
         Variable("FOMPI_AGAIN", "", "a file in a folder that can be written", _is_writable),
     )

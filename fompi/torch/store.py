@@ -142,3 +142,9 @@ def of_torchrun(seconds: float) -> Any:
         reason = str(error).partition("\n")[0]
         raise LaunchError(f"the store of torchrun at {host}:{port} cannot be reached: {reason}") from error
     return dist.PrefixStore("fompi", store)
+
+
+def at_tcp(host: str, port: int, seconds: float) -> Any:
+    """The TCPStore that listens there. Raises OSError or RuntimeError if there is none."""
+    socket.create_connection((host, port), seconds / 2).close()  # the constructor waits and writes for longer
+    return dist.TCPStore(host, port, None, False, timedelta(seconds=seconds / 2), wait_for_workers=False)

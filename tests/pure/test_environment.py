@@ -50,6 +50,7 @@ GOOD = {
     "FOMPI_COUNTERS": ("auto", "0", "1"),
     "FOMPI_SINGLETONS": ("0", "1"),
     "FOMPI_TORCH": ("0", "1"),
+    "FOMPI_MEMBERS_TOKEN": ("0123456789abcdef0123456789abcdef", "sl4mgsqxqqVnKMGpxPmGHA"),
     "FOMPI_DEBUG": ("0", "1"),
     "FOMPI_AGAIN": (str(ROOT / "again"),),
 }
@@ -84,6 +85,12 @@ def test_a_bad_value_is_refused(name):
         )
         with pytest.raises(LaunchError, match=name):
             check(name, text)
+
+
+@pytest.mark.parametrize("text", ["secret", "a" * 32, "abcdefg" * 5])
+def test_a_bad_token_is_refused_and_not_shown(text):
+    words = str(refusal({"FOMPI_MEMBERS_TOKEN": text}))
+    assert words == "FOMPI_MEMBERS_TOKEN=...: give a random text of 22 characters or more"
 
 
 @pytest.mark.parametrize("name", VARIABLES)

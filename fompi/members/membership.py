@@ -1,0 +1,351 @@
+"""How members find the next epoch by a store, and meet in it.
+
+    with fompi.members.Membership("etcd://h1:2379", name="h1", least=2) as membership:
+        comm = membership.join(timeout=30)
+
+Each member says in the store how it is reached, and what it does: it waits at the door of the next epoch, is in one,
+or is away. It says so again and again, else it counts as gone. When nobody is in an epoch any more, the one with the
+lowest name at the door proposes the next epoch: a number, and all that wait, in the order of their names. It does so by
+compare and set, from the proposal of before. So all see one proposal, and who comes later waits for the next.
+
+No two epochs with a common member have the same number, also if the store loses all that it had (a `Server` does when
+it is started again). Each member says the highest number that it knows: of a proposal, or from another member at the
+door. When all at the door say the same, the next number is one more. So no number above the one that a member has said,
+plus one, has listed it. A member whose words are gone from the store says one more than before.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import ssl
+from contextlib import suppress
+from threading import Condition, Event, RLock, Thread
+from time import monotonic
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from fompi.base.doors import DOORS
+from fompi.base.errors import ArgumentError, FompiError, LaunchError, PeerError, StateError, WaitTimeout
+from fompi.base.log import log
+from fompi.engine.communicator import Communicator, engine_of_process
+from fompi.members import epochs
+from fompi.members.etcd import EtcdStore
+from fompi.members.served import ServedStore
+from fompi.members.stores import SECONDS, Listing, MembersStore, TorchStore
+from fompi.mpi import launcher
+from fompi.mpi.epoch import Handle
+
+TTL_SECONDS, MEET_SECONDS, PAUSE_SECONDS = 5.0, 15.0, 0.02
+"""How long a member counts as alive that says nothing; how long members try to meet in an epoch; between two looks."""
+
+PORTS = {"fompi": 7777, "etcd": 2379, "etcds": 2379, "tcp": 29500}
+OF_TORCH = ("set", "get", "check", "compare_set", "add")
+
+DOOR, IN, AWAY = "door", "in", "away"
+"""What a member does."""
+
+
+def open_store(address: Any, seconds: float = SECONDS, serve: bool = False, ca: str | None = None) -> MembersStore:
+    """The store at this address: what members of epochs share.
+
+        open_store("fompi://h1:7777")                # that of `fompi members serve`, or of another member
+        open_store("etcd://user:password@h1:2379")   # etcd 3.4 or later; h1:2379,h2:2379; etcds:// is https
+        open_store("tcp://h1:29500")                 # a TCPStore of torch; also an object: any store of torch
+
+    A store that does not answer is asked again for `seconds`. `serve`: this process serves the store of `fompi://` if
+    nobody does. `ca`: a file of certificates for `etcds://`; None: those of the system. Raises ArgumentError for
+    another address, and LaunchError for `fompi://` without FOMPI_MEMBERS_TOKEN.
+    """
+    if isinstance(address, MembersStore):
+        return address
+    if not isinstance(address, str):
+        if lacks := [name for name in OF_TORCH if not hasattr(address, name)]:
+            raise ArgumentError(f"{type(address).__name__} is no address or store: it has no {', '.join(lacks)}")
+        return TorchStore(lambda: address, type(address).__name__, seconds)
+    scheme, _, rest = address.partition("://")
+    user, _, places = rest.rpartition("@")
+    try:
+        split = [urlsplit(f"//{place}") for place in places.split(",")]
+        hosts = [(each.hostname or "", each.port or PORTS[scheme]) for each in split if scheme in PORTS]
+    except ValueError:
+        hosts = []
+    if not hosts or not all(name for name, _ in hosts) or (len(hosts) > 1 and not scheme.startswith("etcd")):
+        shown = f"{scheme}://{places}" if rest else scheme
+        raise ArgumentError(f"{shown!r} is no address of a store: give fompi://, etcd://, etcds:// or tcp://HOST:PORT")
+    host, port = hosts[0]
+    if scheme == "fompi":
+        return ServedStore(host, port, seconds, serve)
+    if scheme == "tcp":
+        return TorchStore(lambda: DOORS.tcp_store(host, port, seconds), address, seconds)
+    name, _, password = user.partition(":")
+    context = ssl.create_default_context(cafile=ca) if scheme == "etcds" else None
+    return EtcdStore(hosts, (unquote(name), unquote(password)) if user else None, context, seconds)
+
+
+class Spoken(NamedTuple):
+    """What a member says. `known`: the highest number that it knows. No epoch above `known` + 1 has listed it."""
+
+    handle: str
+    known: int
+    state: str
+
+
+class Epoch(NamedTuple):
+    """A number, and names with handles: the order gives the ranks. `mark`: no other proposal has it."""
+
+    number: int = 0
+    mark: str = ""
+    members: tuple[tuple[str, str], ...] = ()
+
+
+class View(NamedTuple):
+    """What the store says of a group: the last proposal, and the members that are alive."""
+
+    epoch: Epoch
+    alive: dict[str, Spoken]
+
+    @staticmethod
+    def of(listing: Listing, group: str) -> View:
+        """Who says nothing that can be read, or has no handle of this version of fompi, is no member."""
+        alive, epoch, prefix = {}, Epoch(), f"{group}/members/"
+        for key, data in listing.items():
+            try:
+                if key == f"{group}/epoch":
+                    number, mark, members = json.loads(data)
+                    epoch = Epoch(int(number), str(mark), tuple((str(name), str(handle)) for name, handle in members))
+                elif key.startswith(prefix):
+                    handle, known, state = json.loads(data)
+                    Handle.of(handle)
+                    alive[key.removeprefix(prefix)] = Spoken(handle, int(known), str(state))
+            except (ValueError, TypeError, LaunchError) as error:
+                log.debug("%s says nothing of a member: %s", key, error)
+        return View(epoch, alive)
+
+    def waiting(self) -> list[str]:
+        return sorted(name for name, said in self.alive.items() if said.state == DOOR)
+
+    def newest(self) -> int:
+        """The highest number that is known at the door."""
+        return max(self.epoch.number, *(self.alive[name].known for name in self.waiting()), 0)
+
+    def awaited(self) -> list[str]:
+        """Those that are in an epoch, or do not know the highest number yet: the last epoch may list them."""
+        behind = [name for name in self.waiting() if self.alive[name].known < self.newest()]
+        return sorted(behind + [name for name, said in self.alive.items() if said.state == IN])
+
+    def following(self, least: int) -> Epoch | None:
+        """The next epoch, if it may be proposed."""
+        names = self.waiting()
+        if self.awaited() or len(names) < max(1, least):
+            return None
+        return Epoch(self.newest() + 1, secrets.token_hex(8), tuple((name, self.alive[name].handle) for name in names))
+
+    def differs_from(self, epoch: Epoch) -> bool:
+        """True if a member of `epoch` is lost or away, or others are here: at the door, or in an epoch of their own."""
+        here = {(name, said.handle) for name, said in self.alive.items() if said.state != AWAY}
+        return here != {*epoch.members}
+
+
+class Presence:
+    """One member in the store: what it says there, and proposes. It sends no messages."""
+
+    def __init__(self, store: MembersStore, group: str, name: str, handle: str, ttl: float):
+        self.store, self.group, self.name, self.handle, self.ttl = store, group, name, handle, ttl
+        self.lost = -ttl  # when its words were found to be gone
+        self._key, self._lock = f"{group}/members/{name}", RLock()
+        self._said, self._has_left = Spoken(handle, 0, AWAY), False
+        store.put(self._key, json.dumps(self._said), ttl)  # its own former self is no member any more
+
+    def say(self, state: str = "", known: int = 0) -> None:
+        """Say what it does, and which epoch it has seen. Raises StateError if another process has its name now."""
+        with self._lock:
+            before: Spoken | None = self._said
+            said = Spoken(self.handle, max(known, self._said.known), state or self._said.state)
+            while not self._has_left:
+                self._said = said  # also if the store does not answer: it is said the next time
+                old = None if before is None else json.dumps(before)
+                found = self.store.compare_set(self._key, old, json.dumps(said), self.ttl)
+                if found == json.dumps(said).encode():
+                    return
+                before = None if found is None else Spoken(*json.loads(found))
+                if before is None:  # an epoch that it has not seen may have listed it
+                    said, self.lost = said._replace(known=said.known + 1), monotonic()
+                elif before.handle != self.handle:
+                    raise StateError(f"another process has the name {self.name!r} in the group {self.group!r}")
+
+    def leave(self) -> None:
+        with self._lock:
+            self._has_left = True
+            self.store.compare_set(self._key, json.dumps(self._said), None)
+
+    def due(self, view: View) -> Epoch | None:
+        """The last epoch, if this one is to enter it."""
+        is_due = view.epoch.number > self._said.known and (self.name, self.handle) in view.epoch.members
+        return view.epoch if is_due else None
+
+    def propose(self, listing: Listing, least: int) -> None:
+        """Propose the next epoch, if it is the turn of this member, and nobody has since `listing`."""
+        place, view = f"{self.group}/epoch", View.of(listing, self.group)
+        following = view.following(least)
+        if self._said.state == DOOR and view.newest() > self._said.known and self.due(view) is None:
+            self.say(known=view.newest())
+        if place not in listing:  # the first one lists nobody: so each proposal has one before it, with a mark
+            self.store.compare_set(place, None, json.dumps(Epoch(mark=secrets.token_hex(8))))
+        elif following is not None and following.members[0] == (self.name, self.handle):
+            self.store.compare_set(place, listing[place], json.dumps(following))
+
+
+class Membership:
+    """This process as a member of a group that has one epoch after the other.
+
+        with fompi.members.Membership(store, name="h1", least=2) as membership:
+            comm = membership.join(timeout=30)
+            while step < steps:
+                try:
+                    fompi.all_reduce(x, comm=comm)
+                except (fompi.PeerError, fompi.WaitTimeout):               # a member is lost
+                    comm = membership.join()                               # the others, and those that have come
+
+    `store`: an address or a store (`fompi.members.open_store`). `name`: another one for each member; a process that is
+    started again takes its old one. `least`: so many members make an epoch. `group`: members of several groups may
+    share a store. `ttl`: a member that says nothing for so many seconds is not in the next epoch; a thread says
+    that this one is alive. `epoch`: the number and the members of the last `join()`; None before.
+
+    Raises LaunchError if there is no UCX, or the store refuses this process; WaitTimeout if the store does not answer.
+    """
+
+    def __init__(self, store: Any, name: str, least: int = 1, group: str = "fompi", ttl: float = TTL_SECONDS):
+        self.name, self.group, self.least = name, group, least
+        self.epoch: Epoch | None = None
+        self._comm: Communicator | None = None
+        self._given, self._store = store, open_store(store)
+        self._presence = Presence(self._store, group, name, epochs.handle(), ttl)
+        self._news, self._closing = Condition(), Event()
+        self._heard: tuple[Listing, View] = {}, View(Epoch(), {})
+        self._error: BaseException | None = None
+        self._trouble = ""
+        self._thread = Thread(target=self._run, name=f"fompi member {name}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        """Say that this member is alive, and listen."""
+        while not self._closing.is_set() and self._error is None:
+            try:
+                self._presence.say()
+                end = monotonic() + self._presence.ttl / 3
+                while (left := end - monotonic()) > 0 and not self._closing.is_set():
+                    listing = self._store.watch(f"{self.group}/", self._heard[0], left)
+                    with self._news:
+                        self._heard, self._trouble = (listing, View.of(listing, self.group)), ""
+                        self._news.notify_all()
+            except WaitTimeout as error:  # the members go on without the store
+                self._trouble = f"; {error}"
+                log.warning("%s: %s", self.name, error)
+            except Exception as error:
+                self._error = error
+
+    @property
+    def changed(self) -> bool:
+        """True if the next epoch would have other members: one is lost or has left, or another one waits at the door.
+
+        Members may see that at different times. They agree on it by a sum, before a step:
+
+            if fompi.all_reduce(np.array([membership.changed], np.int32), comm=comm)[0]:
+                comm = membership.join()
+        """
+        if self.epoch is None or self._is_settling():
+            return False
+        return self._error is not None or self._heard[1].differs_from(self.epoch)
+
+    def _is_settling(self) -> bool:
+        """True for one time to live after the store has lost what it had: all members say anew that they are here."""
+        return monotonic() - self._presence.lost < self._presence.ttl
+
+    def join(self, timeout: float | None = None) -> Communicator:
+        """The Communicator of the next epoch, which this member enters with all that wait for it as well.
+
+        It aborts the one of before, if that is not closed. If members do not meet, because one dies at that moment,
+        they try it again without that one. `timeout`: seconds; None: FOMPI_TIMEOUT.
+
+        Raises WaitTimeout, which names those who were awaited; StateError if another process has taken the name;
+        MismatchError if the members have different versions of fompi.
+        """
+        seconds = launcher.timeout() if timeout is None else timeout
+        end = monotonic() + seconds
+        self._abort("goes to the next epoch")
+        try:
+            while True:
+                try:
+                    self._presence.say(DOOR)
+                    epoch = self._next(end, seconds)
+                    comm = self._met(epoch, end)
+                    self._presence.say(IN if comm else DOOR, epoch.number)
+                    if comm is not None:
+                        return comm
+                except WaitTimeout:  # of the store, or of this call
+                    self._abort("cannot reach the store")
+                    if monotonic() > end:
+                        raise
+        except BaseException:
+            with suppress(FompiError):
+                self._presence.say(AWAY)
+            raise
+
+    def _next(self, end: float, seconds: float) -> Epoch:
+        """The epoch that this member is to enter."""
+        engine, seen = engine_of_process(), None
+        while True:
+            if self._error is not None:
+                raise self._error
+            listing, view = heard = self._heard
+            if (epoch := self._presence.due(view)) is not None:
+                return epoch
+            if heard is not seen and not self._is_settling():
+                seen = heard
+                self._presence.propose(listing, self.least)
+            if monotonic() > end:
+                late = ", ".join(view.awaited()) or "others"
+                raise WaitTimeout(
+                    f"{self.name} waited {launcher.in_seconds(seconds)} for the epoch after {view.epoch.number} of "
+                    f"{self.group!r}, of at least {self.least} members: {', '.join(view.waiting()) or 'nobody'} waits "
+                    f"for it, but {late} did not come{self._trouble}"
+                )
+            if not engine.progress():
+                with self._news:
+                    if self._heard is heard:
+                        self._news.wait(PAUSE_SECONDS)
+
+    def _met(self, epoch: Epoch, end: float) -> Communicator | None:
+        """The Communicator of `epoch`. None: a member did not come, or is lost."""
+        name, handles = f"{epoch.number} of {self.group} ({epoch.mark})", [handle for _, handle in epoch.members]
+        try:
+            self._comm = epochs.join(name, handles, max(0.0, min(MEET_SECONDS, end - monotonic())))
+        except (PeerError, WaitTimeout) as error:
+            log.info("%s: %s", self.name, error)
+            self._trouble = f"; {error}"
+            return None
+        self.epoch = epoch
+        return self._comm
+
+    def _abort(self, why: str) -> None:
+        if self._comm is not None:
+            self._comm.abort(f"{self.name} {why}")
+        self._comm = None
+
+    def close(self) -> None:
+        """Leave the group, and the epoch if it is not closed: the others go on without this member."""
+        if not self._closing.is_set():
+            self._closing.set()
+            self._abort("leaves the group")
+            with suppress(FompiError):
+                self._presence.leave()
+            self._thread.join()
+            if self._store is not self._given:
+                self._store.close()
+
+    def __enter__(self) -> Membership:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
