@@ -105,22 +105,20 @@ class Reconfigurable(Group):
         if uuid in self._used:
             raise in_words_of_torch(StateError(f"the uuid {uuid} was already used: take another one"), "_reconfigure")
         self._used.add(uuid)
-        self._leave("it was reconfigured")
-        self.comm = NoMembers(self.rank(), self.size(), "_reconfigure is not finished: wait for its Work")
         given = opts.timeout or self._timeout
         seconds = given.total_seconds() if given > timedelta(0) else self._timeout.total_seconds()
         ordered = sorted(handles) if isinstance(handles, set | frozenset) else list(handles)
+        self._leave("it was reconfigured", "_reconfigure is not finished: wait for its Work")
+        return Work("_reconfigure", self.comm, [Joining(partial(self._join, uuid, ordered, seconds))])
 
-        def join() -> None:
-            try:
-                comm = members.join(uuid, ordered, seconds)
-            except BaseException as error:
-                self.comm = NoMembers(self.comm.rank, self.comm.size, f"_reconfigure has failed: {error}")
-                raise
-            self._use(comm)
-            self.set_timeout(self._timeout)
-
-        return Work("_reconfigure", self.comm, [Joining(join)])
+    def _join(self, name: object, handles: Sequence[str], seconds: float) -> None:
+        try:
+            comm = members.join(name, handles, seconds)
+        except BaseException as error:
+            self.comm = NoMembers(self.comm.rank, self.comm.size, f"_reconfigure has failed: {error}")
+            raise
+        self._use(comm)
+        self.set_timeout(self._timeout)
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
@@ -134,9 +132,9 @@ class Reconfigurable(Group):
         KEPT.discard(self)
         self._leave("it was shut down")
 
-    def _leave(self, why: str) -> None:
+    def _leave(self, why: str, now: str = "") -> None:
         comm = self.comm
-        self._use(NoMembers(comm.rank, comm.size, why))
+        self._use(NoMembers(comm.rank, comm.size, now or why))
         if not isinstance(comm, NoMembers):
             comm.abort(why)
 
