@@ -42,10 +42,10 @@ class NoMembers:
 
     def __init__(self, rank: int, size: int, why: str):
         self.rank, self.size, self.why = rank, size, why
-        self.channel = SimpleNamespace(timeout=None)
+        self.channel = SimpleNamespace(timeout=None, broken=None)
 
     def check(self) -> None:
-        raise StateError(f"the group has no members: {self.why}. dist._reconfigure(uuid, handles).wait() connects them")
+        raise StateError(f"the group has no members: {self.why}")
 
     def __getattr__(self, name: str) -> Any:
         self.check()
@@ -77,7 +77,11 @@ class Joining:
             raise self._error
 
     def then(self, callback: Callable[[], object]) -> None:
-        Thread(target=lambda: (self._thread.join(), callback()), daemon=True).start()
+        def run() -> None:
+            self._thread.join()
+            callback()
+
+        Thread(target=run, daemon=True).start()
 
     result = property(lambda self: self.wait())
 
@@ -86,11 +90,13 @@ class Reconfigurable(Group):
     """A Group whose ranks are those of its last `_reconfigure`. Others may have died, or go on without this one."""
 
     supports_reconfigure = property(lambda self: True)
+    remedy = "dist._reconfigure(uuid, handles).wait() connects them"
 
     def __init__(self, rank: int, size: int, name: str, store: Any, timeout: timedelta):
         transport.start_alone()
         engine_of_process()  # in this thread, because it handles Ctrl-C
-        super().__init__(NoMembers(rank, size, "_reconfigure was not called yet"), name, store, timeout)
+        nobody: Any = NoMembers(rank, size, f"it was not connected yet. {self.remedy}")
+        super().__init__(nobody, name, store, timeout)
         self._used: set[int] = set()
 
     def get_backend(self, device: Any = None) -> Any:
@@ -115,7 +121,7 @@ class Reconfigurable(Group):
         try:
             comm = members.join(name, handles, seconds)
         except BaseException as error:
-            self.comm = NoMembers(self.comm.rank, self.comm.size, f"_reconfigure has failed: {error}")
+            self._leave(f"it was not connected: {error}")
             raise
         self._use(comm)
         self.set_timeout(self._timeout)
@@ -134,13 +140,14 @@ class Reconfigurable(Group):
 
     def _leave(self, why: str, now: str = "") -> None:
         comm = self.comm
-        self._use(NoMembers(comm.rank, comm.size, now or why))
+        nobody: Any = NoMembers(comm.rank, comm.size, f"{now or why}. {self.remedy}")
+        self._use(nobody)
         if not isinstance(comm, NoMembers):
             comm.abort(why)
 
     def get_error(self) -> Any:
         """What has ended the members of now: `ErrorType.TIMEOUT`, `REMOTE_ERROR`, or `SUCCESS`."""
-        broken = None if isinstance(self.comm, NoMembers) else self.comm.channel.broken
+        broken = self.comm.channel.broken
         name = "TIMEOUT" if isinstance(broken, WaitTimeout) else "SUCCESS" if broken is None else "REMOTE_ERROR"
         return getattr(private.ERROR_TYPE, name)
 
@@ -188,8 +195,7 @@ def create(opts: Any, _: Any = None) -> Any:
             )
         )
     comm.agree(f"a group of torch of {ranks or 'all ranks'}", refusal)
-    if not KEPT:
-        _prepare_wrappers()
+    _prepare_wrappers()
     made = (OfDevices if has_others else Group)(comm, name, opts.store, opts.timeout)
     KEPT.add(made)
     return made

@@ -21,7 +21,7 @@ from torchft.process_group import ProcessGroup, create_store_client
 from fompi.base.errors import MismatchError, PeerError, WaitTimeout
 from fompi.mpi.launcher import in_seconds
 from fompi.torch import private
-from fompi.torch.creation import NoMembers, Reconfigurable
+from fompi.torch.creation import Reconfigurable
 from fompi.torch.work import Landed, Work
 
 
@@ -35,6 +35,9 @@ class ProcessGroupFompi(Reconfigurable, ProcessGroup):
     A sum ends without an error if members are lost: the Manager asks `errored` before it lets the optimizer act. So
     torchft's DistributedDataParallel goes on. Other calls raise DistBackendError.
     """
+
+    remedy = "The next quorum of its Manager connects them"
+    _error: BaseException | None = None
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60)):
         super().__init__(0, 1, "torchft", None, timeout)
@@ -51,6 +54,7 @@ class ProcessGroupFompi(Reconfigurable, ProcessGroup):
         try:
             self._join(store_addr, self._exchanged(store_addr, rank, world_size), max(0.0, end - perf_counter()))
         except (MismatchError, PeerError, WaitTimeout, DistError) as error:
+            self._leave(f"the quorum {store_addr} was not connected: {error}")
             self._error = error
 
     def _exchanged(self, store_addr: str, rank: int, world_size: int) -> Sequence[str]:
@@ -67,7 +71,7 @@ class ProcessGroupFompi(Reconfigurable, ProcessGroup):
 
     def _use(self, comm: Any) -> None:
         super()._use(comm)
-        self._error: Exception | None = None
+        self._error = None
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         try:
@@ -78,9 +82,9 @@ class ProcessGroupFompi(Reconfigurable, ProcessGroup):
             return Landed(tensors)  # a sum before it has failed
         return ManagedSum(self, work) if isinstance(work, Work) else work
 
-    def errored(self) -> Exception | None:
+    def errored(self) -> BaseException | None:
         """The error that ended a sum, or the members of now. None: there is none."""
-        return self._error or (None if isinstance(self.comm, NoMembers) else self.comm.channel.broken)
+        return self._error or self.comm.channel.broken
 
     def getBackendName(self) -> str:
         return "torchft-fompi"

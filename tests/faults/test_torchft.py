@@ -59,7 +59,7 @@ WITHIN_MPI = textwrap.dedent("""
     managed = ProcessGroupFompi(limit)
     manager = torchft.Manager(
         pg=managed, load_state_dict=load, state_dict=lambda: {"net": net.state_dict(), "sgd": sgd.state_dict()},
-        min_replica_size=1, replica_id=sys.argv[1], timeout=limit,
+        min_replica_size=1, replica_id=sys.argv[1], timeout=limit, init_sync=False,  # the seed makes them equal
         store_addr="localhost", store_port=port[0], rank=rank, world_size=dist.get_world_size(),
     )
     optimizer = torchft.Optimizer(manager, sgd)
@@ -133,3 +133,54 @@ def test_within_the_groups_the_ranks_use_mpi(monkeypatch, tmp_path):
     (tmp_path / "train.py").write_text(WITHIN_MPI)
     start = [str(Path(sys.executable).parent / "mpirun"), "-n", "2", sys.executable]
     assert len(survive(monkeypatch, tmp_path, start, tmp_path / "train.py", 120)) == 4
+
+
+ALONE = textwrap.dedent("""
+    import time
+    from datetime import timedelta
+    from types import SimpleNamespace
+    import torch
+    import torch.distributed as dist
+    import fompi
+    from fompi.torch.torchft import ProcessGroupFompi
+
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    group = ProcessGroupFompi(timedelta(seconds=2))
+    here = f"localhost:{store.port}/quorum"
+    x = torch.full((3,), 2.0)
+
+    def refused(call):
+        try:
+            call()
+        except dist.DistBackendError as error:
+            return str(error)
+
+    assert "not connected yet. The next quorum" in refused(lambda: group.allreduce([x])) and group.errored() is None
+    for quorum in range(3):
+        group.configure(f"{here}/{quorum}", "replica", 0, 1, quorum, 0, 1, [0])
+        assert group.allreduce([x]).wait() and group.allreduce([x]).get_future().wait()[0] is x
+        assert group.errored() is None and (group.rank(), group.size()) == (0, 1) and x.tolist() == [2.0] * 3
+        assert fompi.all_reduce(x, comm=group).tolist() == [2.0] * 3
+    begun = time.monotonic()
+    group.configure(f"{here}/3", "replica", 1, 3)
+    assert 1.5 < time.monotonic() - begun < 10 and "for the handle of rank 0, 2" in str(group.errored())
+    assert group.allreduce([x]).wait() and "rank 0, 2" in refused(group.barrier)
+    group.configure(f"{here}/4", "replica", 0, 1)
+    assert group.errored() is None and group.barrier().wait()
+    group.abort()
+    assert "it was aborted" in refused(group.barrier)
+    options = SimpleNamespace(uuid=5, handles=[group.get_reconfigure_handle()], timeout=None)
+    assert group.supports_reconfigure and group.reconfigure(options).wait() and group.barrier().wait()
+    assert "already used" in refused(lambda: group.reconfigure(options))
+    group.set_timeout(timedelta(seconds=1))
+    assert group.comm.channel.timeout == 1.0 and group.getBackendName() == "torchft-fompi"
+    group.shutdown()
+    print("all right")
+""")
+
+
+@pytest.mark.one_mpi
+def test_a_group_by_itself(tmp_path):
+    (tmp_path / "alone.py").write_text(ALONE)
+    done = job.run([sys.executable, str(tmp_path / "alone.py")], 50, cwd=tmp_path)
+    assert done.stdout == "all right\n" and done.returncode == 0 and not done.left_behind, done.output
