@@ -51,6 +51,10 @@ class NoMembers:
         self.check()
 
 
+def no_members(rank: int, size: int, why: str) -> Any:
+    return NoMembers(rank, size, why)
+
+
 class Joining:
     """A group that joins an epoch, in a thread, because torch waits for it later. Used as a `Pending`."""
 
@@ -77,11 +81,11 @@ class Joining:
             raise self._error
 
     def then(self, callback: Callable[[], object]) -> None:
-        def run() -> None:
+        def wait() -> None:
             self._thread.join()
             callback()
 
-        Thread(target=run, daemon=True).start()
+        Thread(target=wait, daemon=True).start()
 
     result = property(lambda self: self.wait())
 
@@ -95,7 +99,7 @@ class Reconfigurable(Group):
     def __init__(self, rank: int, size: int, name: str, store: Any, timeout: timedelta):
         transport.start_alone()
         engine_of_process()  # in this thread, because it handles Ctrl-C
-        nobody: Any = NoMembers(rank, size, f"it was not connected yet. {self.remedy}")
+        nobody = no_members(rank, size, f"_reconfigure was not called yet. {self.remedy}")
         super().__init__(nobody, name, store, timeout)
         self._used: set[int] = set()
 
@@ -140,8 +144,7 @@ class Reconfigurable(Group):
 
     def _leave(self, why: str, now: str = "") -> None:
         comm = self.comm
-        nobody: Any = NoMembers(comm.rank, comm.size, f"{now or why}. {self.remedy}")
-        self._use(nobody)
+        self._use(no_members(comm.rank, comm.size, f"{now or why}. {self.remedy}"))
         if not isinstance(comm, NoMembers):
             comm.abort(why)
 

@@ -155,7 +155,7 @@ ALONE = textwrap.dedent("""
         except dist.DistBackendError as error:
             return str(error)
 
-    assert "not connected yet. The next quorum" in refused(lambda: group.allreduce([x])) and group.errored() is None
+    assert "not called yet. The next quorum" in refused(lambda: group.allreduce([x])) and group.errored() is None
     for quorum in range(3):
         group.configure(f"{here}/{quorum}", "replica", 0, 1, quorum, 0, 1, [0])
         assert group.allreduce([x]).wait() and group.allreduce([x]).get_future().wait()[0] is x
