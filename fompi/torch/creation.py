@@ -42,10 +42,10 @@ class NoMembers:
 
     def __init__(self, rank: int, size: int, why: str):
         self.rank, self.size, self.why = rank, size, why
-        self.channel = SimpleNamespace(timeout=None)
+        self.channel = SimpleNamespace(timeout=None, broken=None)
 
     def check(self) -> None:
-        raise StateError(f"the group has no members: {self.why}. dist._reconfigure(uuid, handles).wait() connects them")
+        raise StateError(f"the group has no members: {self.why}")
 
     def __getattr__(self, name: str) -> Any:
         self.check()
@@ -94,11 +94,13 @@ class Reconfigurable(Group):
     """A Group whose ranks are those of its last `_reconfigure`. Others may have died, or go on without this one."""
 
     supports_reconfigure = property(lambda self: True)
+    remedy = "dist._reconfigure(uuid, handles).wait() connects them"
 
     def __init__(self, rank: int, size: int, name: str, store: Any, timeout: timedelta):
         transport.start_alone()
         engine_of_process()  # in this thread, because it handles Ctrl-C
-        super().__init__(no_members(rank, size, "_reconfigure was not called yet"), name, store, timeout)
+        nobody = no_members(rank, size, f"_reconfigure was not called yet. {self.remedy}")
+        super().__init__(nobody, name, store, timeout)
         self._used: set[int] = set()
 
     def get_backend(self, device: Any = None) -> Any:
@@ -113,22 +115,20 @@ class Reconfigurable(Group):
         if uuid in self._used:
             raise in_words_of_torch(StateError(f"the uuid {uuid} was already used: take another one"), "_reconfigure")
         self._used.add(uuid)
-        self._leave("it was reconfigured")
-        self.comm = no_members(self.rank(), self.size(), "_reconfigure is not finished: wait for its Work")
         given = opts.timeout or self._timeout
         seconds = given.total_seconds() if given > timedelta(0) else self._timeout.total_seconds()
         ordered = sorted(handles) if isinstance(handles, set | frozenset) else list(handles)
+        self._leave("it was reconfigured", "_reconfigure is not finished: wait for its Work")
+        return Work("_reconfigure", self.comm, [Joining(partial(self._join, uuid, ordered, seconds))])
 
-        def join() -> None:
-            try:
-                comm = members.join(uuid, ordered, seconds)
-            except BaseException as error:
-                self.comm = no_members(self.comm.rank, self.comm.size, f"_reconfigure has failed: {error}")
-                raise
-            self._use(comm)
-            self.set_timeout(self._timeout)
-
-        return Work("_reconfigure", self.comm, [Joining(join)])
+    def _join(self, name: object, handles: Sequence[str], seconds: float) -> None:
+        try:
+            comm = members.join(name, handles, seconds)
+        except BaseException as error:
+            self._leave(f"it was not connected: {error}")
+            raise
+        self._use(comm)
+        self.set_timeout(self._timeout)
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
@@ -142,15 +142,15 @@ class Reconfigurable(Group):
         KEPT.discard(self)
         self._leave("it was shut down")
 
-    def _leave(self, why: str) -> None:
+    def _leave(self, why: str, now: str = "") -> None:
         comm = self.comm
-        self._use(no_members(comm.rank, comm.size, why))
+        self._use(no_members(comm.rank, comm.size, f"{now or why}. {self.remedy}"))
         if not isinstance(comm, NoMembers):
             comm.abort(why)
 
     def get_error(self) -> Any:
         """What has ended the members of now: `ErrorType.TIMEOUT`, `REMOTE_ERROR`, or `SUCCESS`."""
-        broken = None if isinstance(self.comm, NoMembers) else self.comm.channel.broken
+        broken = self.comm.channel.broken
         name = "TIMEOUT" if isinstance(broken, WaitTimeout) else "SUCCESS" if broken is None else "REMOTE_ERROR"
         return getattr(private.ERROR_TYPE, name)
 
@@ -198,8 +198,7 @@ def create(opts: Any, _: Any = None) -> Any:
             )
         )
     comm.agree(f"a group of torch of {ranks or 'all ranks'}", refusal)
-    if not KEPT:
-        _prepare_wrappers()
+    _prepare_wrappers()
     made = (OfDevices if has_others else Group)(comm, name, opts.store, opts.timeout)
     KEPT.add(made)
     return made
