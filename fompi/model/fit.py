@@ -171,6 +171,7 @@ def slowed(machine: Machine, slower: float) -> Machine:
         overhead=machine.overhead * slower,
         cpu_message=machine.cpu_message * slower,
         cpu_byte=machine.cpu_byte * slower,
+        speeds=tuple(each if isinstance(each, float) else _stretched(each, slower) for each in machine.speeds),
     )
 
 
