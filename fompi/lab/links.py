@@ -17,7 +17,7 @@ from typing import Any
 from fompi.lab.hosts import SUBNET, Cluster
 from fompi.lab.launcher import Mpi, python_of
 from fompi.lab.namespaces import NEWNET, end_job, exit_with, libc, log
-from fompi.lab.values import REFUSED, Lab, Refused
+from fompi.lab.values import REFUSED, Change, Lab, Refused
 
 SCRIPT = Path(__file__).resolve().with_name("__main__.py")
 TCP = SCRIPT.parents[1] / "bench" / "rivals" / "tcp.py"
@@ -28,6 +28,8 @@ ATTEMPTS = 3  # a measurement that is too slow is repeated this often at most
 PINGS = 5  # the fastest one counts
 TOO_NEAR, TOO_FAR = 0.98, 1.1  # the allowed range of measured / requested round trip
 PING_SECONDS = 0.5e-3  # what processes may add to a round trip
+SPIN_SECONDS = 0.5  # a process computes so long to measure the cores of its host
+TOO_MANY, TOO_FEW, CORE_NOISE = 1.05, 0.9, 0.02  # the allowed range of measured / requested cores; and what is added
 TOGETHER = "all at once"  # the row of the table in which all hosts send
 
 
@@ -283,6 +285,58 @@ def trip_fault(way: str, requested: float, measured: float) -> Fault | None:
     return Fault(reached, "end other programs on this machine, or use --trust", is_slow=measured > requested)
 
 
+def spin(cluster: Cluster, hosts: Sequence[int]) -> list[float]:
+    """The share of a core that a process on each of these hosts gets, all at once."""
+    pipes, cores = [], sorted(os.sched_getaffinity(0))
+    for host in hosts:
+        reading, writing = os.pipe()
+        if not os.fork():
+
+            def body(host: int = host, writing: int = writing) -> int:
+                assert cluster.cores
+                cluster.cores.gate(cluster.lab.names[host]).write_text("0")
+                os.sched_setaffinity(0, {cores[host % len(cores)]})
+                begun, used = time.monotonic(), time.process_time()
+                while (seconds := time.monotonic() - begun) < SPIN_SECONDS:
+                    pass
+                os.write(writing, f"{(time.process_time() - used) / seconds}".encode())
+                return 0
+
+            exit_with(body)
+        os.close(writing)
+        pipes.append(reading)
+    answers = []
+    for reading in pipes:
+        with open(reading) as pipe:
+            answers.append(float(pipe.read() or "nan"))
+    return answers
+
+
+def measure_cores(cluster: Cluster) -> Fault | None:
+    """Give the hosts their cores, and print what a process gets of them. Returns the fault if that is not as requested.
+
+    All at once is not judged: this machine may have fewer cores than the hosts together.
+    """
+    lab, found = cluster.lab, None
+    for name, cores in zip(lab.names, lab.cores, strict=False):
+        cluster.apply(Change(name, cores))
+    if not lab.cores:
+        return None
+    lines = [f"{f'cores, one process for {SPIN_SECONDS} s':<40}{'asked':>8}{'alone':>16}{TOGETHER:>16}"]
+    for host, together in enumerate(spin(cluster, range(len(lab.cores)))):
+        asked, alone = min(1.0, lab.cores[host].share), 0.0
+        for _ in range(ATTEMPTS):
+            alone = max(alone, *spin(cluster, [host]))
+            if alone >= TOO_FEW * asked - CORE_NOISE:
+                break
+        lines.append(f"{lab.names[host]:<40}{asked:>8.2f}{alone:>8.2f} ({alone / asked:>4.0%}){together:>16.2f}")
+        if not TOO_FEW * asked - CORE_NOISE <= alone <= TOO_MANY * asked + CORE_NOISE:
+            reached = f"{lab.names[host]} has {alone:.2f} cores where {asked:g} were requested"
+            found = found or Fault(reached, "end other programs on this machine, or use --trust", is_slow=alone < asked)
+    log("\n".join(lines))
+    return found
+
+
 def measure(
     cluster: Cluster,
     mpi: Mpi,
@@ -308,9 +362,9 @@ def measure(
     log(table(cluster.lab, measured))
     found = [fault(cluster.lab, name, times) for name, times in measured.items()]
     cluster.move_apart()
-    found.append(measure_trips(cluster))
+    found += [measure_trips(cluster), measure_cores(cluster)]
     faults = [each for each in found if each is not None]
     for each in faults:
         log(each.line(starts(each)))
     if not all(map(starts, faults)):
-        raise Refused("the links are not as requested: the job was not started", REFUSED)
+        raise Refused("the hosts are not as requested: the job was not started", REFUSED)

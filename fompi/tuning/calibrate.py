@@ -73,9 +73,9 @@ Not all are powers of two. With those a product takes about 4 % longer, because 
 """
 
 SPEED_ROWS, SPEED_WEIGHTS, SPEED_ROUNDS, SPEED_SECONDS = (1, 8, 64, 512), 16, 3, 0.2
-"""The rows of the products of each rank; their weights, more than a cache holds; how often and how long each is measured.
+"""The rows of the products of each rank; their weights, more than a cache holds; rounds, and the seconds of each.
 
-That is longer than a core with a quota may pause.
+A round is longer than a core with a quota may pause.
 """
 
 MEMORY_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
