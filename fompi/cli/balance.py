@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from typing import Any
 
 import fompi
 from fompi.cli import layout, picture, plan
 from fompi.cli.output import show_json, show_parts
-from fompi.planner.balance import NAMES, TASKS, TRAINED, Balance
+from fompi.planner.balance import TASKS, TRAINED
 from fompi.planner.layers import MODELS
 
 EXAMPLE = "{} balance --machine laptops --model llama-1b --plot shares.svg"
@@ -34,21 +33,10 @@ def run(options: argparse.Namespace) -> int:
     how = {name: getattr(options, name) for name in ("task", "batch", "dtype", "zero")}
     found = fompi.balance(plan.machine_of(options), layout.model_of(options), options.ranks, **how)
     if options.json:
-        show_json(_values(found))
+        derived = {"best": asdict(found.best), "counts": found.counts, "verdict": found.verdict}
+        show_json(asdict(found) | derived)
     else:
         show_parts(found.parts)
     if options.plot:
         picture.save(found.plot(), options.plot)
     return 0
-
-
-def _values(found: Balance) -> dict[str, Any]:
-    ways = [
-        {
-            "way": each.way,
-            **{name: shares and asdict(shares) for name, shares in each._asdict().items() if name != "way"},
-        }
-        for each in found.ways
-    ]
-    counts = {name: found.counts[name] for name in NAMES if name in found.counts}
-    return {"title": found.title, "best": asdict(found.best), "counts": counts, "ways": ways, "verdict": found.verdict}

@@ -99,33 +99,42 @@ def on_hosts(cluster: Cluster, turn: Callable[[int, Any], Any], seconds: float) 
     tcp = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(tcp)
     addresses = [(f"{SUBNET}.{host + 1}", PORT) for host in range(len(cluster.pids))]
-    cores = sorted(os.sched_getaffinity(0))
-    pipes = []
-    for host, pid in enumerate(cluster.pids):
+
+    def body(host: int) -> Any:
+        with open(f"/proc/{cluster.pids[host]}/ns/net") as space:
+            libc("setns", space.fileno(), NEWNET)
+        try:
+            with tcp.TcpRing(host, addresses, tcp.listen(*addresses[host]), seconds) as ring:
+                return turn(host, ring)
+        except OSError as error:
+            log(f"h{host}: {error}")
+
+    answers = forked(range(len(cluster.pids)), body)
+    if None in answers:
+        raise Refused("plain TCP does not pass between the hosts: see the lines above", REFUSED)
+    return answers
+
+
+def forked(hosts: Sequence[int], body: Callable[[int], Any]) -> list[Any]:
+    """[body(host) for each host], each in a process of its own, on its core. None: it has failed."""
+    cores, pipes = sorted(os.sched_getaffinity(0)), []
+    for host in hosts:
         reading, writing = os.pipe()
         if not os.fork():
 
-            def body(host: int = host, pid: int = pid, writing: int = writing) -> int:
-                with open(f"/proc/{pid}/ns/net") as space:
-                    libc("setns", space.fileno(), NEWNET)
+            def child(host: int = host, writing: int = writing) -> int:
                 os.sched_setaffinity(0, {cores[host % len(cores)]})
-                try:
-                    with tcp.TcpRing(host, addresses, tcp.listen(*addresses[host]), seconds) as ring:
-                        os.write(writing, json.dumps(turn(host, ring)).encode())
-                except OSError as error:
-                    log(f"h{host}: {error}")
+                os.write(writing, json.dumps(body(host)).encode())
                 return 0
 
-            exit_with(body)
+            exit_with(child)
         os.close(writing)
         pipes.append(reading)
     answers = []
     for reading in pipes:
         with open(reading) as pipe:
-            answers.append(pipe.read())
-    if not all(answers):
-        raise Refused("plain TCP does not pass between the hosts: see the lines above", REFUSED)
-    return [json.loads(answer) for answer in answers]
+            answers.append(json.loads(pipe.read() or "null"))
+    return answers
 
 
 def measure_mpi(cluster: Cluster, mpi: Mpi, command: Sequence[str], environment: dict[str, str]) -> LinkSeconds:
@@ -287,29 +296,16 @@ def trip_fault(way: str, requested: float, measured: float) -> Fault | None:
 
 def spin(cluster: Cluster, hosts: Sequence[int]) -> list[float]:
     """The share of a core that a process on each of these hosts gets, all at once."""
-    pipes, cores = [], sorted(os.sched_getaffinity(0))
-    for host in hosts:
-        reading, writing = os.pipe()
-        if not os.fork():
 
-            def body(host: int = host, writing: int = writing) -> int:
-                assert cluster.cores
-                cluster.cores.gate(cluster.lab.names[host]).write_text("0")
-                os.sched_setaffinity(0, {cores[host % len(cores)]})
-                begun, used = time.monotonic(), time.process_time()
-                while (seconds := time.monotonic() - begun) < SPIN_SECONDS:
-                    pass
-                os.write(writing, f"{(time.process_time() - used) / seconds}".encode())
-                return 0
+    def body(host: int) -> float:
+        assert cluster.cores
+        cluster.cores.gate(cluster.lab.names[host]).write_text("0")
+        begun, used = time.monotonic(), time.process_time()
+        while (seconds := time.monotonic() - begun) < SPIN_SECONDS:
+            pass
+        return (time.process_time() - used) / seconds
 
-            exit_with(body)
-        os.close(writing)
-        pipes.append(reading)
-    answers = []
-    for reading in pipes:
-        with open(reading) as pipe:
-            answers.append(float(pipe.read() or "nan"))
-    return answers
+    return [share or 0.0 for share in forked(hosts, body)]
 
 
 def measure_cores(cluster: Cluster) -> Fault | None:

@@ -231,7 +231,8 @@ def lab_of(options: argparse.Namespace) -> Lab:
     rate, near = link_of(options.latency) if options.latency else (None, None)
     if rate:
         raise Refused(f"--latency {options.latency}: write it as 5ms or 5ms,0.1%, and the rate as --rate {rate}")
-    groups, hosts = 1, options.hosts
+    cores = tuple(map(Cores.parse, options.cores.split(","))) if options.cores else ()
+    groups, hosts = 1, (len(cores) or None) if options.hosts is None else options.hosts
     if options.groups:
         match = re.fullmatch(r"([0-9]+)x([0-9]+)", options.groups)
         if not match or int(match[1]) < 2 or not int(match[2]):
@@ -261,7 +262,6 @@ def lab_of(options: argparse.Namespace) -> Lab:
     if congestion is None:
         congestion = CONGESTION[0] if CONGESTION[0] in allowed_congestion_controls() else CONGESTION[1]
     size = size_of(options.size)
-    cores = tuple(map(Cores.parse, options.cores.split(","))) if options.cores else ()
     if len(cores) not in (0, len(rates)):
         raise Refused(f"{len(rates)} hosts but {len(cores)} numbers of cores: give --cores one for each host")
     burst, pin = options.burst, options.pin

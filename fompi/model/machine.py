@@ -342,7 +342,13 @@ class Machine:
             lines.append(f"copies from and to the device: {_rate(self.copy_rate, 'B/s')} each way")
         if self.memory < NO_LIMIT:
             lines.append(f"memory: {_rate(self.memory, 'B')} per rank")
-        lines += self._unequal_lines()
+        for name, values, unit in (("memory", self.memories, "B"), ("disks", self.disk_rates, "B/s")):
+            lines += [f"{name} of the ranks: {', '.join(_rate(value, unit) for value in values)}"] * bool(values)
+        if self.speeds:
+            rows = [1, max([*(curve[-1][0] for curve in self.speeds if not isinstance(curve, float)), 1.0])]
+            few, many = ([f"{1 / self.slowness(rank, n):.2g}" for rank in range(len(self.speeds))] for n in rows)
+            more = f"; of {rows[1]:g} rows {', '.join(many)}" * (rows[1] > 1)
+            lines.append(f"speeds of the ranks: products of one row {', '.join(few)}{more}")
         if self.lanes == 1:
             cost = f"{1e6 * self.cpu_message:.3g} us and {1e9 * self.cpu_byte:.3g} ns per byte"
             poll = f"a poll every {1e3 * self.poll:g} ms"
@@ -353,20 +359,6 @@ class Machine:
             most, seconds = points[-1]
             lines.append(f"the library's {name}: {1e3 * seconds:.3g} ms for {_rate(most, 'B')}")
         return "\n".join(line for line in lines if line)
-
-    def _unequal_lines(self) -> list[str]:
-        """What is not the same on all ranks, in words."""
-        lines = []
-        if self.speeds:
-            rows = max((curve[-1][0] for curve in self.speeds if not isinstance(curve, float)), default=1.0)
-            few, many = ([f"{1 / self.slowness(rank, n):.2g}" for rank in range(len(self.speeds))] for n in (1, rows))
-            more = f"; of {rows:g} rows {', '.join(many)}" * (rows > 1)
-            lines.append(f"speeds of the ranks: products of one row {', '.join(few)}{more}")
-        if self.memories:
-            lines.append(f"memory of the ranks: {', '.join(_rate(nbytes, 'B') for nbytes in self.memories)}")
-        if any(self.disk_rates):
-            lines.append(f"disks of the ranks: {', '.join(_rate(rate, 'B/s') for rate in self.disk_rates)}")
-        return lines
 
     @cached_property
     def digest(self) -> str:

@@ -8,7 +8,7 @@ alone. The best of these is taken. So balanced shares are never slower than equa
 - `tensor`: heads (whole groups of a key head), columns, experts, the vocabulary. A sum over the ranks ends each phase
   of a layer, so a step takes the sum over the phases of the slowest rank of each.
 - `layers`: contiguous runs. A token takes the sum of all stages, a step of training that of the slowest stage.
-- `data` (training): rows (sequences) by speed, and the state of ZeRO by what is left of the memory.
+- `data` (training): rows (sequences) by speed, and the state of ZeRO by memory.
 
 `fompi.planner.shares` finds the best integers, for the costs of `fompi.planner.demands`. A rank without units is left
 out of the messages, too: of up to six ranks every set is tried, of more ranks the fastest one, two, three and so on.
@@ -19,9 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import inf
-from typing import NamedTuple
 
 from fompi.base import tables
 from fompi.base.errors import LayoutError, quoted
@@ -39,7 +37,6 @@ from fompi.planner.shares import (
     deal,
     deal_in_memory,
     deal_in_rounds,
-    deal_in_turn,
 )
 from fompi.traces.timeline import timelines
 from fompi.traces.trace import Event, Trace
@@ -100,7 +97,8 @@ class Shares:
         return Trace("predicted", self.way, tuple(events))
 
 
-class Compared(NamedTuple):
+@dataclass(frozen=True)
+class Compared:
     """One way: equal shares, the best shares on two ranks or more, and one rank alone. None: they do not fit."""
 
     way: str
@@ -109,9 +107,14 @@ class Compared(NamedTuple):
     alone: Shares | None
 
     @property
+    def shares(self) -> tuple[Shares | None, ...]:
+        """The candidates, in the order of CANDIDATES."""
+        return self.equal, self.together, self.alone
+
+    @property
     def best(self) -> Shares:
         """The fastest one. Of those that take the same time it is the first."""
-        found = [each for each in self[1:] if isinstance(each, Shares)]
+        found = [each for each in self.shares if each]
         return next(each for each in found if each.seconds <= SAME * min(each.seconds for each in found))
 
 
@@ -141,23 +144,15 @@ class Balance:
     def parts(self) -> list[str | tables.Table]:
         """The title, a row for each rank, a row for each way, and what follows from them."""
         best, unit = self.best, self._unit[0]
-        heads = "rank", *("state MiB" if name == "state" else name for name in self.counts), unit, "GB", "why"
-        rows = []
-        for rank in range(len(self.room)):
-            counts = [n[rank] // MIB if name == "state" else n[rank] for name, n in self.counts.items()]
-            rows.append(
-                (rank, *counts, self._in(best.kernels[rank]), f"{best.nbytes[rank] / 1e9:.2f}", self._why(rank))
-            )
-        times = [
-            (
-                each.way,
-                *(
-                    "does not fit" if x is None else self._in(x.seconds)
-                    for x in (each.equal, each.together, each.alone)
-                ),
-            )
-            for each in self.ways
-        ]
+        counts = {
+            f"{name} MiB" if name == "state" else name: [n // MIB for n in each] if name == "state" else each
+            for name, each in self.counts.items()
+        }
+        busy, sizes = map(self._in, best.kernels), (f"{nbytes / 1e9:.2f}" for nbytes in best.nbytes)
+        everyone = range(len(self.room))
+        heads = "rank", *counts, unit, "GB", "why"
+        rows = [*zip(everyone, *counts.values(), busy, sizes, map(self._why, everyone), strict=True)]
+        times = [(each.way, *(self._in(x.seconds) if x else "does not fit" for x in each.shares)) for each in self.ways]
         return [
             self.title,
             tables.Table(heads, rows, heads[:-1]),
@@ -191,8 +186,8 @@ class Balance:
     def verdict(self) -> str:
         """What is best, and how much longer the other candidates take."""
         best, unit, others = self.best, self._unit[0], []
-        for i, name in enumerate(CANDIDATES, 1):
-            found = _fastest(each[i] for each in self.ways)  # type: ignore[misc]
+        for i, name in enumerate(CANDIDATES):
+            found = _fastest(each.shares[i] for each in self.ways)
             if found is None:
                 others.append(f"{name}: does not fit" if len(self.room) > 1 else "")
             elif found != best:
@@ -206,10 +201,8 @@ class Balance:
     def plot(self) -> str:
         """The text of an SVG file: equal shares, balanced shares and one rank alone, in the best way."""
         compared = next(each for each in self.ways if each.best == self.best)
-        named = zip(
-            ("equal shares", "balanced", "one rank alone"), (compared.equal, self.best, compared.alone), strict=True
-        )
-        return timelines({f"{name}, {each.way}": each.trace() for name, each in named if each})
+        named = {"equal shares": compared.equal, "balanced": self.best, "one rank alone": compared.alone}
+        return timelines({f"{name}, {each.way}": each.trace() for name, each in named.items() if each})
 
     def __str__(self) -> str:
         return tables.text(*self.parts)
@@ -254,7 +247,7 @@ def balance(
             raise LayoutError(f"{what}={value!r} must be an integer from {least} to {most}")
     costs = Demands(sizes, machine, ranks, task, batch, itemsize(dtype), zero)
     ways = [_by_units("tensor", costs), _by_layers(costs), *([_by_units("data", costs)] if costs.trains else [])]
-    fitting = tuple(each for each in ways if any(each[1:]))
+    fitting = tuple(each for each in ways if any(each.shares))
     if not fitting:
         needed, usable = sum(phase.nbytes(phase.totals) for phase in costs.alone), sum(costs.room)
         raise LayoutError(
@@ -275,7 +268,7 @@ def _fastest(found: Iterable[Shares | None]) -> Shares | None:
 def _by_units(way: str, costs: Demands) -> Compared:
     """The way `tensor` or `data`."""
     make, everyone = (costs.tensor if way == "tensor" else costs.data), tuple(range(costs.ranks))
-    kernels, in_memory = make((0,)), (deal_in_memory if way == "tensor" else deal_in_turn)
+    kernels = make((0,))
     base = costs.model.parameters * (costs.weight - costs.dealt) * (way == "data")  # the bytes of each rank in any case
     room = [each - base for each in costs.room]
 
@@ -304,7 +297,7 @@ def _by_units(way: str, costs: Demands) -> Compared:
             break  # with less memory it takes longer still
         found = shares(phases, free)
         if not found and sum(each.nbytes(each.totals) for each in phases) <= sum(room[rank] for rank in ranks):
-            found = shares(phases, in_memory(phases, ranks, room))
+            found = shares(phases, deal_in_memory(phases, ranks, room))
         together = _fastest([together, found])
     return Compared(way, shares(make(everyone), even), together, _fastest(shares(kernels, each) for each in alone))
 
@@ -325,11 +318,14 @@ class _Stages:
         self.tables = output.nbytes(output.totals)
         embedding = costs.weight * costs.model.vocabulary * costs.model.hidden
         self.first, self.last = embedding, self.tables - embedding * (not costs.model.tied)
-        nbytes, ways = costs.rows * costs.model.hidden * costs.item, 2 if costs.trains else 1
-        link = costs.links.link
-        self.hops = [[ways * link(a, b).seconds(nbytes) if a != b else 0.0 for b in everyone] for a in everyone]
-        sampled = 0 if costs.trains else 4 * costs.sampled  # the last rank samples: one integer of each row travels
-        self.back = [max(link(a, b).seconds(sampled) * (sampled > 0 and a != b) for b in everyone) for a in everyone]
+        # what a message to a rank takes, by its slowest link; the last rank samples: one integer of each row returns
+        nbytes, sampled = costs.rows * costs.model.hidden * costs.item, 4 * costs.sampled
+        links = [[costs.links.link(a, b) for a in everyone if a != b] for b in everyone]
+        ways = 2 if costs.trains else 1
+        self.hops = [max((ways * link.seconds(nbytes) for link in each), default=0.0) for each in links]
+        self.back = (
+            0.0 if costs.trains else max((link.seconds(sampled) for each in links for link in each), default=0.0)
+        )
 
     def nbytes(self, rank: int, first: int, end: int) -> float:
         """The bytes of a stage. In training it keeps the activations of as many sequences as stages may follow."""
@@ -338,32 +334,34 @@ class _Stages:
         tables = self.tables if is_first and is_last else self.first * is_first + self.last * is_last
         return (end - first) * (self.each + held * self.costs.kept) + tables
 
+    def kernels(self, rank: int, first: int, end: int) -> float:
+        """The seconds of the kernels of a stage, of one pass."""
+        return (end - first) * self.layer[rank] + self.output[rank] * (end == self.count)
+
     def seconds(self, rank: int, first: int, end: int) -> float:
-        """The seconds of a stage, of one pass. inf: it does not fit."""
+        """The same with the messages that arrive, and that of the last stage to the first. inf: it does not fit."""
         fits = self.nbytes(rank, first, end) <= self.costs.room[rank] * SAME
-        return (end - first) * self.layer[rank] + self.output[rank] * (end == self.count) if fits else inf
+        moved = self.hops[rank] * (first > 0) + self.back * (first > 0 and end == self.count)
+        return self.kernels(rank, first, end) + moved if fits else inf
 
     def shares(self, counts: Counts) -> Shares | None:
         """The Shares of these layers. None if they do not fit."""
         ends = [sum(counts[: rank + 1]) for rank in range(len(counts))]
         used = {rank: (ends[rank] - count, ends[rank]) for rank, count in enumerate(counts) if count}
-        stages = {rank: self.seconds(rank, *run) for rank, run in used.items()}
-        if not counts or max(stages.values()) == inf:
+        stages = [self.seconds(rank, *run) for rank, run in used.items()]
+        if not counts or max(stages) == inf:
             return None
-        steps, hops = self.costs.steps, [self.hops[a][b] for a, b in pairwise(used)]
-        seconds = sum(stages.values()) + sum(hops) + self.back[[*used][-1]] * (len(used) > 1)
-        seconds += (steps - 1) * max(*stages.values(), *hops, 0.0)
-        kernels = tuple(steps * stages.get(rank, 0.0) for rank in range(len(counts)))
-        nbytes = tuple(self.nbytes(rank, *used[rank]) if rank in used else 0.0 for rank in range(len(counts)))
-        return Shares("layers", {"layers": counts}, seconds, kernels, nbytes)
+        steps, everyone = self.costs.steps, range(len(counts))
+        kernels = tuple(steps * self.kernels(rank, *used[rank]) if rank in used else 0.0 for rank in everyone)
+        nbytes = tuple(self.nbytes(rank, *used[rank]) if rank in used else 0.0 for rank in everyone)
+        return Shares("layers", {"layers": counts}, sum(stages) + (steps - 1) * max(stages), kernels, nbytes)
 
     def in_rounds(self, ranks: Sequence[int], rounds: int) -> Shares | None:
         """The best layers in so many rounds over the ranks, if disks may be read."""
         costs, rates = self.costs, [self.costs.machine.disk_rate(rank) for rank in ranks]
         reads = [self.each / rate if rate else inf for rate in rates]
         layer, output, room = ([each[rank] for rank in ranks] for each in (self.layer, self.output, costs.room))
-        hop = max(map(max, self.hops))
-        ring = Ring(layer, output, reads, room, self.each, self.tables, hop)
+        ring = Ring(layer, output, reads, room, self.each, self.tables, max(self.hops))
         seconds, found = deal_in_rounds(ring, self.count, rounds)
         counts = dict(zip(ranks, found, strict=False))
         if not counts:
@@ -381,7 +379,7 @@ def _by_layers(costs: Demands) -> Compared:
     equal = stages.shares(tuple(cut(count, [1] * costs.ranks)))
     alone = _fastest(stages.shares(tuple(count * (rank == one) for rank in everyone)) for one in everyone)
     find = cut_by_slowest if costs.trains else cut_layers
-    together = stages.shares(find(count, stages.seconds, stages.hops, stages.back)[1])
+    together = stages.shares(find(count, costs.ranks, stages.seconds)[1])
     if not costs.trains and any(map(costs.machine.disk_rate, everyone)):
         alone = alone or _fastest(stages.in_rounds([rank], count) for rank in everyone)
         if not together and costs.ranks > 1:

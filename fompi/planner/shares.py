@@ -1,14 +1,14 @@
 """Exact shares of units for ranks that are not equally fast: small problems with integers, without model and machine.
 
 - `deal`: units of one or more kinds, so that the slowest rank is done first: by bisection on the time.
-- `deal_in_turn`, `deal_in_memory`: several phases whose units share the memory of a rank: the first phase first, or all
-  together by a mixed-integer program (SciPy).
 - `cut_layers`, `cut_by_slowest`: contiguous runs of layers: by dynamic programming.
-- `deal_in_rounds`: layers of which some are read again from disks: a mixed-integer program, too.
+- `deal_in_memory`: several phases whose units share the memory of a rank: by a mixed-integer program (SciPy).
+- `deal_in_rounds`: layers of which some are read again from disks: the same.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import product
 from math import inf
@@ -22,17 +22,8 @@ PRECISION, GAP, SOLVER_SECONDS = 1e-11, 1e-5, 5.0
 Counts = tuple[int, ...]
 """The units of each kind on one rank; or the layers of each rank."""
 
-DealtPhases = list[list[Counts]]
-"""The counts of each rank, for each of some phases."""
-
 Line = tuple[float, tuple[float, ...]]
 """Seconds without units, and seconds for a unit of each kind."""
-
-Stage = Callable[[int, int, int], float]
-"""stage(rank, first, end): the seconds of a run of layers. inf: it does not fit."""
-
-State = tuple[int, tuple[Counts, ...]]
-"""Units of the finest kind that the ranks so far have, and the counts of each of them."""
 
 
 class Phase(NamedTuple):
@@ -116,11 +107,11 @@ def _within(phase: Phase, limits: Sequence[float], seconds: float) -> list[Count
     if not coarse:  # the same, at once
         units = [_most(phase, rank, (), limit, seconds) for rank, limit in enumerate(limits)]
         return [(n,) for n in units] if sum(units) >= finest else None
-    states: dict[Counts, State] = {(0,) * len(coarse): (0, ())}
+    states: dict[Counts, tuple[int, tuple[Counts, ...]]] = {(0,) * len(coarse): (0, ())}
     for rank, limit in enumerate(limits):
         tried = product(*(range(total + 1 if limit >= 0 else 1) for total in coarse))
         options = [(own, n) for own in tried if (n := _most(phase, rank, own, limit, seconds)) >= 0]
-        following: dict[Counts, State] = {}
+        following: dict[Counts, tuple[int, tuple[Counts, ...]]] = {}
         for done, (fine, before) in states.items():
             for own, n in options:
                 after = tuple(a + b for a, b in zip(done, own, strict=True))
@@ -131,75 +122,49 @@ def _within(phase: Phase, limits: Sequence[float], seconds: float) -> list[Count
     fine, found = states.get(tuple(coarse), (-1, ()))
     if fine < finest:
         return None
-    dealt, rest = list(found), fine - finest  # what is too much, from the last rank on
-    for rank in reversed(range(len(dealt))):
-        *own, n = dealt[rank]
+    dealt, rest = [*found], fine - finest
+    for rank, (*own, n) in reversed([*enumerate(found)]):  # what is too much, from the last rank on
         dealt[rank], rest = (*own, n - min(rest, n)), rest - min(rest, n)
     return dealt
 
 
-def deal_in_turn(phases: Sequence[Phase], ranks: Sequence[int], room: Sequence[float]) -> DealtPhases | None:
-    """For each phase the counts of each rank: each takes what those before have left of `room[rank]` bytes."""
-    left, found = [*room], []
-    for phase in phases:
-        dealt = deal(phase, ranks, [max(0.0, n) for n in left])
-        if dealt is None:
-            return None
-        left = [n - phase.nbytes(counts) for n, counts in zip(left, dealt, strict=True)]
-        found.append(dealt)
-    return found
-
-
 # ------------------------------------------------------------------------------------------------- layers
+
+Stage = Callable[[int, int, int], float]
+"""stage(rank, first, end): the seconds of a run of layers. inf: it does not fit."""
 
 Runs = tuple[float, Counts]
 """Seconds, and the layers of each rank. (inf, ()): it is not possible."""
 
 
-def cut_layers(
-    count: int, stage: Stage, hops: Sequence[Sequence[float]], back: Sequence[float], limit: float = inf
-) -> Runs:
-    """The least sum of stages and hops, and the layers of each rank: contiguous runs on two ranks at least.
+def cut_layers(count: int, size: int, stage: Stage, limit: float = inf) -> Runs:
+    """The least sum of stages, and the layers of each rank: contiguous runs on two ranks at least.
 
-    `hops[a][b]` are the seconds of a message to the next rank with layers, `back[a]` those from the last one to the
-    first. No stage takes more than `limit`.
+    No stage takes more than `limit`. From rank to rank: for each number of layers so far, the best runs.
     """
-    size = len(hops)
-    nothing: Runs = inf, ()
-    ended: list[list[Runs]] = []  # by the last rank with layers, and by the number of layers: the best runs so far
+    best: list[Runs] = [(0.0, ()), *[(inf, ())] * count]
     for rank in range(size):
-        begun: list[Runs] = [(0.0, (0,) * rank), *[nothing] * count]
-        for first in range(1, count):
-            for other in range(rank):
-                seconds, runs = ended[other][first]
-                begun[first] = min(begun[first], (seconds + hops[other][rank], (*runs, *[0] * (rank - other - 1))))
-        mine = [nothing] * (count + 1)
-        for first, (seconds, runs) in enumerate(begun):
-            for end in range(first + 1, count + 1 if first else count) if seconds < inf else ():
-                if seconds < mine[end][0] and (taken := stage(rank, first, end)) <= limit:
-                    mine[end] = min(mine[end], (seconds + taken, (*runs, end - first)))
-        ended.append(mine)
-    seconds, runs = min((mine[count][0] + each, mine[count][1]) for mine, each in zip(ended, back, strict=True))
-    return (seconds, (*runs, *[0] * (size - len(runs)))) if seconds < inf else nothing
+        following = [(seconds, (*runs, 0)) for seconds, runs in best]
+        for first, (seconds, runs) in enumerate(best):
+            for end in range(first + 1, count + (first > 0)) if seconds < inf else ():
+                if seconds < following[end][0] and (taken := stage(rank, first, end)) <= limit:
+                    following[end] = min(following[end], (seconds + taken, (*runs, end - first)))
+        best = following
+    return best[count] if best[count][0] < inf else (inf, ())
 
 
-def cut_by_slowest(count: int, stage: Stage, hops: Sequence[Sequence[float]], back: Sequence[float]) -> Runs:
+def cut_by_slowest(count: int, size: int, stage: Stage) -> Runs:
     """The same with the fastest slowest stage. Of such cuts it is the one with the least sum."""
     runs = [(first, end) for end in range(1, count + 1) for first in range(end)]
-    times = {stage(rank, *run) for rank in range(len(hops)) for run in runs}
-    limits = sorted(times - {inf})
-    low, high = 0, len(limits)
-    while low < high:
-        middle = (low + high) // 2
-        is_possible = bool(cut_layers(count, stage, hops, back, limits[middle])[1])
-        low, high = (low, middle) if is_possible else (middle + 1, high)
-    return cut_layers(count, stage, hops, back, limits[low]) if low < len(limits) else (inf, ())
+    limits = sorted({stage(rank, *run) for rank in range(size) for run in runs} - {inf})
+    fewest = bisect_left(limits, True, key=lambda limit: bool(cut_layers(count, size, stage, limit)[1]))
+    return cut_layers(count, size, stage, limits[fewest]) if fewest < len(limits) else (inf, ())
 
 
 # ------------------------------------------------------------------------------------------------- with integers
 
 
-def deal_in_memory(phases: Sequence[Phase], ranks: Sequence[int], room: Sequence[float]) -> DealtPhases | None:
+def deal_in_memory(phases: Sequence[Phase], ranks: Sequence[int], room: Sequence[float]) -> list[list[Counts]] | None:
     """For each phase the counts of each rank, with the least time in `room[rank]` bytes. None: they do not fit.
 
     The variables are the seconds of the phases, relative to those of one rank, and the counts.
