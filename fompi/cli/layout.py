@@ -40,9 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=int, default=TOP, metavar="N", help=f"how many layouts are shown ({TOP})")
     plan.add_wire_argument(parser)
     parser.add_argument("--json", action="store_true", help="the layouts as JSON, times in seconds")
-    own = parser.add_argument_group("a model of your own", "sizes that replace those of --model")
-    for name, what in SIZES.items():
-        own.add_argument(_option(name), type=int, metavar="N", help=what)
+    add_size_arguments(parser)
     fixed = parser.add_argument_group("what is given", "parts of a layout that are not chosen")
     for axis in AXES:
         fixed.add_argument(_option(axis), type=int, metavar="N")
@@ -57,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     fixed = {name: value for name in FREE if (value := getattr(options, name)) is not None}
     machine = plan.machine_of(options)
     how = {"batch": options.global_batch, "top": options.top, "wire": options.wire}
-    found = fompi.layouts(_model(options), options.ranks, machine, **how, **fixed)
+    found = fompi.layouts(model_of(options), options.ranks, machine, **how, **fixed)
     if options.json:
         show_json(_values(found))
     else:
@@ -65,11 +63,18 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def add_size_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of a model of the user's own, for `model_of`."""
+    own = parser.add_argument_group("a model of your own", "sizes that replace those of --model")
+    for name, what in SIZES.items():
+        own.add_argument(_option(name), type=int, metavar="N", help=what)
+
+
 def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _model(options: argparse.Namespace) -> str | Transformer:
+def model_of(options: argparse.Namespace) -> str | Transformer:
     """The name of a model, or its sizes with those that are given in their place."""
     given = {name: value for name in SIZES if (value := getattr(options, name)) is not None}
     if not given or options.model not in MODELS:

@@ -62,6 +62,7 @@ COMMANDS = {
     "check": Command("fompi.cli.check", "is a schedule that another system wrote right? (MSCCL, torch's pipelines)"),
     "digest": Command("fompi.cli.digest", "at which call do the bits of two numbers of ranks first differ?"),
     "layout": Command("fompi.cli.layout", "the best sizes dp x tp x pp x ep x cp for a model on a machine, on paper"),
+    "balance": Command("fompi.cli.balance", "shares of a model for ranks that are not equally fast, on paper, and why"),
     "trace": Command(
         "fompi.cli.trace", "the report and the trace of a job: of the file that FOMPI_REPORT=run.json wrote"
     ),

@@ -4,6 +4,7 @@
 |-----------------|--------------------------------------------------------------------------------|
 | `values.py`     | rates, changes of links and the whole cluster, as values that are checked      |
 | `namespaces.py` | Linux namespaces below one process; messages, signals and exit statuses        |
+| `cores.py`      | a quota of cores for each host                                                 |
 | `hosts.py`      | the hosts and the links between them                                           |
 | `relay.py`      | latency and loss: a process that passes frames on, later                       |
 | `launcher.py`   | how the launchers of MPICH and Open MPI reach the hosts                        |

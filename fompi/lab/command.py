@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from fompi.lab.cores import HostCores
 from fompi.lab.hosts import LAB, Cluster
 from fompi.lab.launcher import Mpi
 from fompi.lab.links import Fault, measure, probe
@@ -89,12 +90,18 @@ def run(options: argparse.Namespace) -> int:
     def starts(fault: Fault) -> bool:
         return bool(options.trust or (options.trust_slow and fault.is_slow))
 
+    cores = HostCores(lab.names) if lab.cores else None
+
     def inside() -> int:
-        cluster = Cluster(lab)
+        cluster = Cluster(lab, cores)
         measure(cluster, mpi, options.command, environment, starts)
         return work(cluster, [*mpi.launch(lab.ranks, lab.slots()), *options.command], environment, planned)
 
-    return enclose(inside)
+    try:
+        return enclose(inside)
+    finally:
+        if cores:
+            cores.remove()
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -104,6 +111,7 @@ def main(arguments: Sequence[str]) -> int:
     run_parser.add_argument("--hosts", type=int, help="the number of hosts (4)")
     run_parser.add_argument("--rate", default="1gbit", help="the rate of every host's link (1gbit)")
     run_parser.add_argument("--rates", help="a rate for each host: 1gbit,1gbit,250mbit,1gbit")
+    run_parser.add_argument("--cores", help="a share of a core for each host: 1,0.5,0.25,1 (no limit)")
     run_parser.add_argument("--groups", help="2x4: two groups of four hosts, joined by a slow link")
     run_parser.add_argument(
         "--between",
@@ -125,7 +133,8 @@ def main(arguments: Sequence[str]) -> int:
         "--at",
         action="append",
         default=[],
-        help="'2.5 h1 100mbit', '2.5 h1 cut', '2.5 between 20mbit,200ms': change a link, 2.5 s after the start",
+        help="'2.5 h1 100mbit', '2.5 h1 cut', '2.5 between 20mbit,200ms': change a link, 2.5 s after the start; "
+        "'2.5 h1 0.2cores': the cores of a host",
     )
     run_parser.add_argument("--capacity", help="what this machine can carry, all links together (2.45gbit per core)")
     run_parser.add_argument(

@@ -9,9 +9,10 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
+from fompi.lab.cores import HostCores
 from fompi.lab.namespaces import MS_BIND, MS_PRIVATE, MS_REC, NEWNET, NEWNS, NEWUTS, exit_with, libc, mount, tool
 from fompi.lab.relay import Relay
-from fompi.lab.values import Change, Distance, Lab, Rate, Refused, allowed_congestion_controls
+from fompi.lab.values import Change, Cores, Distance, Lab, Rate, Refused, allowed_congestion_controls
 
 LAB = Path("/dev/shm/netlab")
 """The folder of the cluster's files. It is in a private tmpfs, which disappears with the cluster."""
@@ -23,8 +24,8 @@ SUBNET, CONTROL = "10.77.0", "10.78.0"
 class Cluster:
     """The running hosts and links. Each host is a process with namespaces of its own."""
 
-    def __init__(self, lab: Lab) -> None:
-        self.lab = lab
+    def __init__(self, lab: Lab, cores: HostCores | None = None) -> None:
+        self.lab, self.cores = lab, cores
         keep_cores_awake()
         mount("none", "/", flags=MS_REC | MS_PRIVATE)
         mount("proc", "/proc", "proc")
@@ -98,16 +99,20 @@ class Cluster:
         """Write the stand-in for ssh, and the script that starts a rank."""
         for name, pid in zip(self.lab.names, self.pids, strict=True):
             (LAB / name).write_text(f"{pid}\n")
+            (LAB / f"gate-{name}").write_text(f"{self.cores.gate(name) if self.cores else '/dev/null'}\n")
         for name, text in (("agent", AGENT), ("rank", rank_script(self.lab.pinned))):
             (LAB / name).write_text(text)
             (LAB / name).chmod(0o755)
 
     def apply(self, change: Change) -> None:
-        """Change a link in both directions, or all links between groups.
+        """Change a link in both directions, or all links between groups; or the cores of a host.
 
         Packets that wait in the old token bucket are dropped. One of them may be too large for the new bucket, and
         would block it.
         """
+        if isinstance(change.what, Cores):
+            assert self.cores
+            return self.cores.limit(change.link, change.what)
         if change.link == "between":
             links: list[tuple[str, str, int | None]] = [(f"down{k}", f"up{k}", None) for k in range(self.lab.groups)]
         else:
@@ -134,6 +139,7 @@ class Cluster:
 AGENT = f"""#!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
 host=$1; shift
+echo 0 > "$(cat {LAB}/gate-$host)"
 exec nsenter --target "$(cat {LAB}/$host)" --net --uts --mount -- unshare --mount sh -c '
     layer={LAB}/layer-$(hostname)-$$
     mkdir -p $layer/upper $layer/work

@@ -17,7 +17,7 @@ from typing import Any
 from fompi.lab.hosts import SUBNET, Cluster
 from fompi.lab.launcher import Mpi, python_of
 from fompi.lab.namespaces import NEWNET, end_job, exit_with, libc, log
-from fompi.lab.values import REFUSED, Lab, Refused
+from fompi.lab.values import REFUSED, Change, Lab, Refused
 
 SCRIPT = Path(__file__).resolve().with_name("__main__.py")
 TCP = SCRIPT.parents[1] / "bench" / "rivals" / "tcp.py"
@@ -28,6 +28,8 @@ ATTEMPTS = 3  # a measurement that is too slow is repeated this often at most
 PINGS = 5  # the fastest one counts
 TOO_NEAR, TOO_FAR = 0.98, 1.1  # the allowed range of measured / requested round trip
 PING_SECONDS = 0.5e-3  # what processes may add to a round trip
+SPIN_SECONDS = 0.5  # a process computes so long to measure the cores of its host
+TOO_MANY, TOO_FEW, CORE_NOISE = 1.05, 0.9, 0.02  # the allowed range of measured / requested cores; and what is added
 TOGETHER = "all at once"  # the row of the table in which all hosts send
 
 
@@ -97,33 +99,42 @@ def on_hosts(cluster: Cluster, turn: Callable[[int, Any], Any], seconds: float) 
     tcp = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(tcp)
     addresses = [(f"{SUBNET}.{host + 1}", PORT) for host in range(len(cluster.pids))]
-    cores = sorted(os.sched_getaffinity(0))
-    pipes = []
-    for host, pid in enumerate(cluster.pids):
+
+    def body(host: int) -> Any:
+        with open(f"/proc/{cluster.pids[host]}/ns/net") as space:
+            libc("setns", space.fileno(), NEWNET)
+        try:
+            with tcp.TcpRing(host, addresses, tcp.listen(*addresses[host]), seconds) as ring:
+                return turn(host, ring)
+        except OSError as error:
+            log(f"h{host}: {error}")
+
+    answers = forked(range(len(cluster.pids)), body)
+    if None in answers:
+        raise Refused("plain TCP does not pass between the hosts: see the lines above", REFUSED)
+    return answers
+
+
+def forked(hosts: Sequence[int], body: Callable[[int], Any]) -> list[Any]:
+    """[body(host) for each host], each in a process of its own, on its core. None: it has failed."""
+    cores, pipes = sorted(os.sched_getaffinity(0)), []
+    for host in hosts:
         reading, writing = os.pipe()
         if not os.fork():
 
-            def body(host: int = host, pid: int = pid, writing: int = writing) -> int:
-                with open(f"/proc/{pid}/ns/net") as space:
-                    libc("setns", space.fileno(), NEWNET)
+            def child(host: int = host, writing: int = writing) -> int:
                 os.sched_setaffinity(0, {cores[host % len(cores)]})
-                try:
-                    with tcp.TcpRing(host, addresses, tcp.listen(*addresses[host]), seconds) as ring:
-                        os.write(writing, json.dumps(turn(host, ring)).encode())
-                except OSError as error:
-                    log(f"h{host}: {error}")
+                os.write(writing, json.dumps(body(host)).encode())
                 return 0
 
-            exit_with(body)
+            exit_with(child)
         os.close(writing)
         pipes.append(reading)
     answers = []
     for reading in pipes:
         with open(reading) as pipe:
-            answers.append(pipe.read())
-    if not all(answers):
-        raise Refused("plain TCP does not pass between the hosts: see the lines above", REFUSED)
-    return [json.loads(answer) for answer in answers]
+            answers.append(json.loads(pipe.read() or "null"))
+    return answers
 
 
 def measure_mpi(cluster: Cluster, mpi: Mpi, command: Sequence[str], environment: dict[str, str]) -> LinkSeconds:
@@ -283,6 +294,45 @@ def trip_fault(way: str, requested: float, measured: float) -> Fault | None:
     return Fault(reached, "end other programs on this machine, or use --trust", is_slow=measured > requested)
 
 
+def spin(cluster: Cluster, hosts: Sequence[int]) -> list[float]:
+    """The share of a core that a process on each of these hosts gets, all at once."""
+
+    def body(host: int) -> float:
+        assert cluster.cores
+        cluster.cores.gate(cluster.lab.names[host]).write_text("0")
+        begun, used = time.monotonic(), time.process_time()
+        while (seconds := time.monotonic() - begun) < SPIN_SECONDS:
+            pass
+        return (time.process_time() - used) / seconds
+
+    return [share or 0.0 for share in forked(hosts, body)]
+
+
+def measure_cores(cluster: Cluster) -> Fault | None:
+    """Give the hosts their cores, and print what a process gets of them. Returns the fault if that is not as requested.
+
+    All at once is not judged: this machine may have fewer cores than the hosts together.
+    """
+    lab, found = cluster.lab, None
+    for name, cores in zip(lab.names, lab.cores, strict=False):
+        cluster.apply(Change(name, cores))
+    if not lab.cores:
+        return None
+    lines = [f"{f'cores, one process for {SPIN_SECONDS} s':<40}{'asked':>8}{'alone':>16}{TOGETHER:>16}"]
+    for host, together in enumerate(spin(cluster, range(len(lab.cores)))):
+        asked, alone = min(1.0, lab.cores[host].share), 0.0
+        for _ in range(ATTEMPTS):
+            alone = max(alone, *spin(cluster, [host]))
+            if alone >= TOO_FEW * asked - CORE_NOISE:
+                break
+        lines.append(f"{lab.names[host]:<40}{asked:>8.2f}{alone:>8.2f} ({alone / asked:>4.0%}){together:>16.2f}")
+        if not TOO_FEW * asked - CORE_NOISE <= alone <= TOO_MANY * asked + CORE_NOISE:
+            reached = f"{lab.names[host]} has {alone:.2f} cores where {asked:g} were requested"
+            found = found or Fault(reached, "end other programs on this machine, or use --trust", is_slow=alone < asked)
+    log("\n".join(lines))
+    return found
+
+
 def measure(
     cluster: Cluster,
     mpi: Mpi,
@@ -308,9 +358,9 @@ def measure(
     log(table(cluster.lab, measured))
     found = [fault(cluster.lab, name, times) for name, times in measured.items()]
     cluster.move_apart()
-    found.append(measure_trips(cluster))
+    found += [measure_trips(cluster), measure_cores(cluster)]
     faults = [each for each in found if each is not None]
     for each in faults:
         log(each.line(starts(each)))
     if not all(map(starts, faults)):
-        raise Refused("the links are not as requested: the job was not started", REFUSED)
+        raise Refused("the hosts are not as requested: the job was not started", REFUSED)

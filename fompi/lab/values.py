@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -71,6 +72,29 @@ class Rate:
 
 
 @dataclass(frozen=True)
+class Cores:
+    """How much of a core the processes of a host may use together."""
+
+    share: float
+
+    @classmethod
+    def parse(cls, text: str) -> Cores:
+        number = text.strip().removesuffix("cores")
+        if not re.fullmatch(r"[0-9]+(\.[0-9]+)?", number) or not 0.01 <= float(number) <= 1024:
+            raise Refused(f"'{text}' is no number of cores: write it as 0.5, from 0.01 on; in a change as 0.5cores")
+        return cls(float(number))
+
+    def __str__(self) -> str:
+        return f"{self.share:g}cores"
+
+    @property
+    def quota(self) -> tuple[int, int]:
+        """Microseconds of all cores in each period, and the period. The kernel takes no quota below 1 ms."""
+        period = max(10_000, math.ceil(1000 / self.share))
+        return round(self.share * period), period
+
+
+@dataclass(frozen=True)
 class Distance:
     """What a link has beside its rate. In a change, None leaves a part as it was."""
 
@@ -100,13 +124,13 @@ def amount(word: str, unit: str, most: int) -> float:
 
 @dataclass(frozen=True)
 class Change:
-    """A link gets another rate or distance, is cut, or is restored.
+    """A link gets another rate or distance, is cut, or is restored; or a host gets other cores.
 
     `link` is a host, or `between`: the links between groups.
     """
 
     link: str
-    what: Rate | str | None  # a rate, "cut" or "restore"; None: only the distance changes
+    what: Rate | Cores | str | None  # a rate, cores, "cut" or "restore"; None: only the distance changes
     distance: Distance | None = None
 
     @classmethod
@@ -115,11 +139,15 @@ class Change:
         links = [*lab.names, *(["between"] if lab.between else [])]
         if link not in links or len(line.split()) != 2:
             raise Refused(
-                f"'{line}' is not a change of a link: write LINK RATE,LATENCY,LOSS, LINK cut or LINK restore, with "
-                f"LINK of {', '.join(links)}"
+                f"'{line}' is not a change of a link: write LINK RATE,LATENCY,LOSS, LINK cut, LINK restore or HOST "
+                f"0.5cores, with LINK of {', '.join(links)}"
             )
         if what in ("cut", "restore"):
             return cls(link, what)
+        if what.endswith("cores"):
+            if link == "between" or not lab.cores:
+                raise Refused(f"'{line}': only a host has cores that could change: start with --cores 1,1")
+            return cls(link, Cores.parse(what))
         rate, distance = link_of(what)
         if distance and not (lab.far if link == "between" else lab.near):
             start = f"--between {lab.between},0ms" if link == "between" else "--latency 0ms"
@@ -148,6 +176,7 @@ class Lab:
     pinned: bool = True  # rank i to core i, modulo cores
     capacity: int = 1 << 62  # bits per second, all hosts together
     congestion: str = CONGESTION[0]  # the congestion control of the hosts' TCP
+    cores: tuple[Cores, ...] = ()  # of each host; (): no quota
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -202,7 +231,8 @@ def lab_of(options: argparse.Namespace) -> Lab:
     rate, near = link_of(options.latency) if options.latency else (None, None)
     if rate:
         raise Refused(f"--latency {options.latency}: write it as 5ms or 5ms,0.1%, and the rate as --rate {rate}")
-    groups, hosts = 1, options.hosts
+    cores = tuple(map(Cores.parse, options.cores.split(","))) if options.cores else ()
+    groups, hosts = 1, (len(cores) or None) if options.hosts is None else options.hosts
     if options.groups:
         match = re.fullmatch(r"([0-9]+)x([0-9]+)", options.groups)
         if not match or int(match[1]) < 2 or not int(match[2]):
@@ -232,7 +262,10 @@ def lab_of(options: argparse.Namespace) -> Lab:
     if congestion is None:
         congestion = CONGESTION[0] if CONGESTION[0] in allowed_congestion_controls() else CONGESTION[1]
     size = size_of(options.size)
-    return Lab(rates, groups, between, near, far, ranks, size, options.burst, options.pin, capacity, congestion)
+    if len(cores) not in (0, len(rates)):
+        raise Refused(f"{len(rates)} hosts but {len(cores)} numbers of cores: give --cores one for each host")
+    burst, pin = options.burst, options.pin
+    return Lab(rates, groups, between, near, far, ranks, size, burst, pin, capacity, congestion, cores)
 
 
 def allowed_congestion_controls() -> list[str]:

@@ -171,6 +171,7 @@ def slowed(machine: Machine, slower: float) -> Machine:
         overhead=machine.overhead * slower,
         cpu_message=machine.cpu_message * slower,
         cpu_byte=machine.cpu_byte * slower,
+        speeds=tuple(each if isinstance(each, float) else _stretched(each, slower) for each in machine.speeds),
     )
 
 
@@ -269,6 +270,25 @@ def product_rates(timed: Sequence[tuple[float, float, float]]) -> tuple[float, f
         if per_flop > 0 and per_byte > 0:
             return 1 / per_flop, 1 / per_byte
     return aa / sum(a), NO_PACKING
+
+
+def speeds(rows: Sequence[int], seconds: Sequence[Sequence[float]]) -> tuple[Points, ...]:
+    """`Machine.speeds`: the curve of each rank, from its seconds of products with so many rows.
+
+    Ranks whose times differ by no more than noise have the same curve, the mean of theirs.
+    """
+    groups: list[list[int]] = []
+    for rank in sorted(range(len(seconds)), key=lambda rank: sum(map(log, seconds[rank]))):
+        first = seconds[groups[-1][0]] if groups else ()
+        is_alike = groups and all(max(a, b) * FULL_RATE <= min(a, b) for a, b in zip(first, seconds[rank], strict=True))
+        groups = [*groups[:-1], [*groups[-1], rank]] if is_alike else [*groups, [rank]]
+    means = [[fmean(seconds[rank][i] for rank in group) for i in range(len(rows))] for group in groups]
+    of = {
+        rank: curve([*zip(rows, each, strict=True)])
+        for group, each in zip(groups, means, strict=True)
+        for rank in group
+    }
+    return tuple(of[rank] for rank in range(len(seconds)))
 
 
 def product_seconds(machine: Machine, m: int, k: int, n: int) -> float:

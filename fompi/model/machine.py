@@ -46,6 +46,9 @@ NO_BUS = 1e300
 NO_LIMIT = 1e300
 """The `memory` of a machine whose memory is not known."""
 
+SPEED_WIDTH, MOST_FASTER = 1024, 1e6
+"""The rows and columns of the weight of the products in `speeds`, and the greatest share of speed in a file."""
+
 
 def interpolate(points: Points, x: float) -> float:
     """The value of a curve at x: linear between points and beyond the last one, level below the first one."""
@@ -133,6 +136,12 @@ class Machine:
 
     `memory` are the bytes of a rank. `fompi.layouts` leaves out what does not fit.
 
+    **Unequal ranks.** `speeds[rank]` says how fast the kernels of a rank are: the share of the speed above, or a curve
+    of points (rows, seconds) of products in float32 with a weight of 1024 x 1024 that no cache holds. So products of
+    few rows run at the speed of the memory. `memories[rank]` are the bytes of a rank, and at `disk_rates[rank]` bytes
+    per second it reads again what does not fit (0: it cannot). Ranks beyond a list have the speed 1, `memory`, and no
+    disk. `fompi.balance` deals by these; simulations of plans take all ranks as equally fast.
+
     **Messages during kernels.** With `lanes` = 1, kernels and messages share one core. Each message takes `cpu_message
     + nbytes * cpu_byte` from the kernel that runs. A collective of the library counts as two messages per peer. A sum
     takes its own time from the kernel. The rank sees arrived messages every `poll` seconds. With `lanes` = 2, sums run
@@ -177,6 +186,9 @@ class Machine:
     staged: int = 0
     staged_below: int = 0
     announced: float = 0.0
+    speeds: tuple[float | Points, ...] = ()
+    memories: tuple[float, ...] = ()
+    disk_rates: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         given = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -219,6 +231,22 @@ class Machine:
     def slowest(self, ranks: int) -> float:
         """The least rate of the first `ranks` ranks."""
         return min(self.rates[:ranks], default=1.0)
+
+    def slowness(self, rank: int, rows: float) -> float:
+        """How many times as long a product of `rows` rows takes on a rank, as `kernel` says."""
+        speed = self.speeds[rank] if rank < len(self.speeds) else 1.0
+        if isinstance(speed, float):
+            return 1 / speed
+        elements = SPEED_WIDTH * SPEED_WIDTH
+        return interpolate(speed, rows) / self.kernel(2 * rows * elements, 4 * (elements + 2 * rows * SPEED_WIDTH))
+
+    def memory_of(self, rank: int) -> float:
+        """The bytes of a rank."""
+        return self.memories[rank] if rank < len(self.memories) else self.memory
+
+    def disk_rate(self, rank: int) -> float:
+        """The bytes per second at which a rank reads what does not fit into its memory. 0: it cannot."""
+        return self.disk_rates[rank] if rank < len(self.disk_rates) else 0.0
 
     def at_slowest(self, ranks: int) -> Machine:
         """This machine with the slowest rate for each of the first `ranks` ranks. Then all ranks do the same."""
@@ -314,6 +342,13 @@ class Machine:
             lines.append(f"copies from and to the device: {_rate(self.copy_rate, 'B/s')} each way")
         if self.memory < NO_LIMIT:
             lines.append(f"memory: {_rate(self.memory, 'B')} per rank")
+        for name, values, unit in (("memory", self.memories, "B"), ("disks", self.disk_rates, "B/s")):
+            lines += [f"{name} of the ranks: {', '.join(_rate(value, unit) for value in values)}"] * bool(values)
+        if self.speeds:
+            rows = [1, max([*(curve[-1][0] for curve in self.speeds if not isinstance(curve, float)), 1.0])]
+            few, many = ([f"{1 / self.slowness(rank, n):.2g}" for rank in range(len(self.speeds))] for n in rows)
+            more = f"; of {rows[1]:g} rows {', '.join(many)}" * (rows[1] > 1)
+            lines.append(f"speeds of the ranks: products of one row {', '.join(few)}{more}")
         if self.lanes == 1:
             cost = f"{1e6 * self.cpu_message:.3g} us and {1e9 * self.cpu_byte:.3g} ns per byte"
             poll = f"a poll every {1e3 * self.poll:g} ms"
@@ -351,6 +386,12 @@ class Machine:
         if list(ranks) == list(range(world)):
             return self
         rates = tuple(map(self.rate, ranks)) if self.rates else ()
+        unequal = {
+            "speeds": tuple(self.speeds[rank] if rank < len(self.speeds) else 1.0 for rank in ranks),
+            "memories": tuple(map(self.memory_of, ranks)),
+            "disk_rates": tuple(map(self.disk_rate, ranks)),
+        }
+        own = {name: values for name, values in unequal.items() if getattr(self, name)}
         all_levels = [self.innermost, *self.levels]
         crossed = [level for level in all_levels if len({rank // level.ranks for rank in ranks}) > 1]
         inner, levels = crossed[-1] if crossed else self.innermost, []
@@ -363,7 +404,7 @@ class Machine:
             levels = [level._replace(ranks=level.ranks // step) for level in all_levels if level.ranks > step]
         levels = [level for level in levels if level.ranks < len(ranks)]
         ports = self.ports if inner == self.innermost else 1
-        return self.with_links(inner, levels, rates=rates, ports=ports, collectives={}, collectives_behind={})
+        return self.with_links(inner, levels, rates=rates, ports=ports, collectives={}, collectives_behind={}, **own)
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json() + "\n")
@@ -440,6 +481,11 @@ def _field(name: str, value: Any, fastest: float) -> Any:
     if name == "rates":
         rates = enumerate(file_checks.sequence(name, value))
         return tuple(file_checks.number(f"rates[{i}]", rate, LEAST_SHARE, 1.0) for i, rate in rates)
+    if name == "speeds":
+        return tuple(_speed(f"speeds[{i}]", speed) for i, speed in enumerate(file_checks.sequence(name, value)))
+    if name in ("memories", "disk_rates"):
+        least, each = float(name == "memories"), enumerate(file_checks.sequence(name, value))
+        return tuple(min(NO_LIMIT, file_checks.number(f"{name}[{i}]", one, least, inf)) for i, one in each)
     if name in ("collectives", "collectives_behind"):
         return _library_curves(name, value)
     if name == "unaided_share":
@@ -458,6 +504,15 @@ def _field(name: str, value: Any, fastest: float) -> Any:
     if name.endswith(("rate", "width")):
         return file_checks.speed(name, value, fastest)
     return file_checks.seconds(name, value)
+
+
+def _speed(name: str, value: Any) -> float | Points:
+    """A share of the speed of the machine, or a curve of seconds above 0 by rows."""
+    if not isinstance(value, (list, tuple)):
+        return file_checks.number(name, value, LEAST_SHARE, MOST_FASTER)
+    curve = file_checks.points(name, value)
+    file_checks.number(f"{name}[0][1]", curve[0][1], 1 / file_checks.MOST_SECONDS, file_checks.MOST_SECONDS)
+    return curve
 
 
 def _curve(name: str, value: Any) -> Points:
@@ -508,6 +563,12 @@ PRESETS = {
         Machine(
             "laptop", 2e-6, 4e9, 5e10, 1e10, 2e-6,
             "assumed: shared memory, one core per rank with AVX2, round numbers",
+        ),
+        Machine(
+            "laptops", 1e-3, 30e6, 1e11, 2e10, 2e-6,
+            "assumed: four laptops in one wireless network, 30 MB/s; one reads 20 GB/s of memory and computes 100 "
+            "GFLOP/s, the others less, round numbers",
+            speeds=(1.0, 0.5, 0.5, 0.25), memories=(16e9, 16e9, 8e9, 8e9), disk_rates=(2e9, 2e9, 1e9, 5e8),
         ),
         Machine(
             "h100-nvlink", 3e-6, 400e9, 6e14, 3e12, 4e-6,

@@ -6,6 +6,10 @@
 - `choose`: the schedule of a call: by the model of a machine, or by a simple rule.
 - `layers`: predicted times of whole layers and training steps of known models.
 - `layout`: which sizes of all kinds of parallelism are best for a model, by formulas.
+- `shares`: exact shares of units for ranks that are not equally fast.
+- `demands`: what the units of a model demand of such ranks.
+- `balance`: which shares of a model are best for them, and why.
 
-This room may import `base`, `plans`, `schedules`, `traces` and `model`, and Python's standard library.
+This room may import `base`, `plans`, `schedules`, `traces` and `model`, and Python's standard library; `shares` also
+SciPy, where it solves a mixed-integer program.
 """

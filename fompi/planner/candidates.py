@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from math import ceil, gcd, prod
 from typing import NamedTuple
 
-from fompi.base.layout import Sizes, Slices, cut, slices_in_words
+from fompi.base.layout import Sizes, Slices, slices_in_words
 from fompi.model.flow_shop import Groups, announced, pieces
 from fompi.model.lower_bound import call_seconds, library_nbytes, row_nbytes, rows_worked
 from fompi.model.machine import Machine
+from fompi.planner.shares import Phase, deal
 from fompi.plans.plan import MOST_MESSAGES, PAIRWISE
 from fompi.plans.problems import Problem
 from fompi.schedules.registry import (
@@ -266,18 +267,11 @@ def rows_by_rate(total: int, rates: Sequence[float]) -> tuple[int, ...]:
 
     `rates` are the shares of its bandwidth that each rank has; there are at least three ranks. A rank that owns n rows
     sends total - n rows to be summed, and (size - 1) n sums. It receives as many. So its port takes
-    (total + (size - 2) n) / rate. The least time is found by bisection.
+    (total + (size - 2) n) / rate.
     """
-    size = len(rates)
-    low, high = total / max(rates), (size - 1) * total / min(rates)
-    for _ in range(60):
-        seconds = (low + high) / 2
-        if sum(max(0.0, seconds * rate - total) for rate in rates) / (size - 2) < total:
-            low = seconds
-        else:
-            high = seconds
-    shares = [round(1e6 * max(0.0, high * rate - total) / (size - 2) / total) for rate in rates]
-    return tuple(cut(total, shares))
+    lines = tuple(((total / rate, ((len(rates) - 2) / rate,)),) for rate in rates)
+    dealt = deal(Phase(("rows",), (total,), lines, (0.0,)), range(len(rates)))
+    return tuple(rows for (rows,) in dealt or [])
 
 
 def candidates_without_machine(problem: Problem) -> Iterator[Candidate]:

@@ -121,6 +121,9 @@ MODELS = {
     "llama-7b": Transformer(
         32, 4096, 11008, 3, 2048, "Touvron et al. 2023: 32 layers, width 4096, gated 11008", 32, 32, 32000
     ),
+    "llama-1b": Transformer(
+        16, 2048, 8192, 3, 8192, "Meta 2024 (Llama 3.2): 16 layers, width 2048, gated 8192", 32, 8, 128256, tied=True
+    ),
     "llama-8b": Transformer(32, 4096, 14336, 3, 8192, _LLAMA_3, 32, 8, 128256),
     "llama-70b": Transformer(80, 8192, 28672, 3, 8192, _LLAMA_3, 64, 8, 128256),
     "llama-405b": Transformer(126, 16384, 53248, 3, 8192, _LLAMA_3, 128, 8, 128256),
@@ -194,7 +197,7 @@ def step(model: str, parallel: str, ranks: int, machine: Machine, tokens: int) -
 
 
 @lru_cache(maxsize=1024)
-def _predicted(operation: str, specs: tuple[Spec, ...], ranks: int, machine: Machine) -> tuple[float, float, str]:
+def predicted_call(operation: str, specs: tuple[Spec, ...], ranks: int, machine: Machine) -> tuple[float, float, str]:
     """Seconds of the best plan without overlap, seconds of the best plan, and its schedule."""
     at, sizes = from_specs(operation, specs, ranks)
     explanation = explain(at(0), sizes, machine, at, SIMULATED, MOST_OPS)
@@ -204,7 +207,7 @@ def _predicted(operation: str, specs: tuple[Spec, ...], ranks: int, machine: Mac
     collective = _moved(problem.moves, problem.multiplies_first, specs)
     rows = max(rows_worked(problem, sizes, rank) for rank in range(ranks))
     kernel = call_seconds(problem, machine, rows)
-    unfused = min(explanation.unfused.seconds, kernel + _predicted(problem.moves, (collective,), ranks, machine)[1])
+    unfused = min(explanation.unfused.seconds, kernel + predicted_call(problem.moves, (collective,), ranks, machine)[1])
     if best.seconds < unfused:
         return unfused, best.seconds, str(best.candidate)
     return unfused, unfused, "no overlap"
@@ -218,7 +221,7 @@ def _moved(moves: str, multiplied: bool, specs: tuple[Spec, ...]) -> Spec:
 
 
 def _operation(what: str, operation: str, specs: tuple[Spec, ...], ranks: int, machine: Machine) -> LayerPart:
-    unfused, fused, schedule = _predicted(operation, specs, ranks, machine)
+    unfused, fused, schedule = predicted_call(operation, specs, ranks, machine)
     return LayerPart(f"{what}: {operation}", unfused, fused, schedule)
 
 
@@ -265,7 +268,7 @@ def _data(model: Transformer, ranks: int, machine: Machine, tokens: int) -> Iter
     yield backward
     if ranks == 1:
         return
-    unfused, messages, schedule = _predicted("all_reduce", (_spec(weights, 1, Partial()),), ranks, machine)
+    unfused, messages, schedule = predicted_call("all_reduce", (_spec(weights, 1, Partial()),), ranks, machine)
     behind = backward.fused + 2.5 * model.attention(tokens) / machine.flops_rate
     sums = 0.0
     if machine.lanes == 1:  # sums run on the core of the kernels, so they cannot be hidden

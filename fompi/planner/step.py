@@ -489,7 +489,7 @@ class StepParts:
         unit = max(sum(self.weights(tp, ep, 1, 0)), self.weights(tp, ep, 0, min(tables, 1))[0])
         working = 2 * ITEM * unit * (zero == 3) + GRADIENT * unit * (zero >= 2)  # buckets that are gathered or summed
         working += (2 * ITEM * tokens * model.hidden if tp > 1 else 0) + is_last * 6 * tokens * model.vocabulary / tp
-        kept = tokens * self._kept(tp, recompute)
+        kept = tokens * self.kept(tp, recompute)
         held = pipeline.alive(schedule, pp, self._count(layout), rank, chunks) if pp > 1 else (1, 0)
         if recompute == "full":
             working += kept
@@ -497,7 +497,7 @@ class StepParts:
         each = min(count, layers) if pp > 1 else layers
         return MemoryBytes(parameters, gradients, optimizer, sum(held) * each * kept + working)
 
-    def _kept(self, tp: int, recompute: str) -> float:
+    def kept(self, tp: int, recompute: str) -> float:
         """Bytes per token that the forward of a layer keeps for its backward. Scores of attention are computed again.
 
         They are: the input of both norms and their outputs, queries, keys, values, the output of attention and its

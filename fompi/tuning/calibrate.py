@@ -7,12 +7,15 @@ rank. At the end some of it is measured again, and a verdict says whether others
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
+from itertools import product
 from math import inf
+from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time, sleep
 from typing import Any, Self
@@ -27,7 +30,7 @@ from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.engine.progress import HELPED, measure_unaided
 from fompi.model import fit
-from fompi.model.machine import Level, Machine
+from fompi.model.machine import SPEED_WIDTH, Level, Machine
 from fompi.mpi import launcher
 from fompi.mpi.transport import library
 from fompi.ops.operations import plan
@@ -68,6 +71,15 @@ PRODUCTS = (
 
 Not all are powers of two. With those a product takes about 4 % longer, because its rows share the sets of a cache.
 """
+
+SPEED_ROWS, SPEED_WEIGHTS, SPEED_ROUNDS, SPEED_SECONDS = (1, 8, 64, 512), 16, 3, 0.2
+"""The rows of the products of each rank; their weights, more than a cache holds; rounds, and the seconds of each.
+
+A round is longer than a core with a quota may pause.
+"""
+
+MEMORY_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
+"""Files with the most bytes that this container may use."""
 
 FEW_PRODUCTS = PRODUCTS[2::3]
 """The products that are measured again while a program waits."""
@@ -186,6 +198,10 @@ class _Calibration:
             pack_rate=pack_rate,
             lanes=2 if cores >= 2 and helped else 1,
         )
+        self.say("kernels and memory of each rank")
+        memories = self._memories()
+        unequal = memories if min(memories) < fit.FULL_RATE * max(memories) else ()
+        machine = replace(machine, speeds=self._speeds(), memory=min(memories), memories=unequal)
         if self.size > 1:
             machine = self._with_links(machine)
             machine = replace(machine, collectives=self._library_curves(False), collectives_ranks=self.size)
@@ -279,6 +295,32 @@ class _Calibration:
 
         taken = alternate(self.mpi, calls, rounds, warmup=1, before=before, monitor=monitor)
         return [median(seconds) for seconds in taken.values()]
+
+    def _speeds(self) -> tuple[Points, ...]:
+        """The curve of each rank: the mean seconds of products of few and of many rows, while all ranks compute."""
+        weights = np.ones((SPEED_WEIGHTS, SPEED_WIDTH, SPEED_WIDTH), np.float32)
+        own = np.zeros((len(SPEED_ROWS), SPEED_ROUNDS))
+        for (i, rows), j in product(enumerate(SPEED_ROWS), range(SPEED_ROUNDS)):
+            x, y, count = np.ones((rows, SPEED_WIDTH), np.float32), np.empty((rows, SPEED_WIDTH), np.float32), 0
+            self.proceed()
+            meet(self.mpi)
+            begun = perf_counter()
+            while (seconds := perf_counter() - begun) < SPEED_SECONDS:
+                for w in weights:
+                    np.matmul(x, w, out=y)
+                count += SPEED_WEIGHTS
+            own[i, j] = seconds / count
+        return fit.speeds(SPEED_ROWS, np.median(of_all_ranks(self.mpi, own), axis=2).tolist())
+
+    def _memories(self) -> tuple[float, ...]:
+        """The bytes of each rank: ranks of one host share its memory."""
+        sizes = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
+        texts_of_limits = [path.read_text().strip() for path in map(Path, MEMORY_LIMITS) if path.is_file()]
+        hosts = texts(self.mpi, socket.gethostname())
+        own = min([*sizes, *(float(text) for text in texts_of_limits if text.isdigit())]) / hosts.count(
+            hosts[self.rank]
+        )
+        return tuple(of_all_ranks(self.mpi, np.array([own]))[:, 0].tolist())
 
     # -- links
     def _with_links(self, machine: Machine) -> Machine:

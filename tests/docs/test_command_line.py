@@ -142,6 +142,9 @@ WRONG = {
     "explain all_gather 64x4 --ranks 4 --schedule rign": "rign is no candidate here (did you mean ring?)",
     "layout --ranks 8 --model lama-8b": "no model 'lama-8b' (did you mean llama-8b?)",
     "layout --ranks 8 --recompute sellective": "recompute='sellective' (did you mean selective?)",
+    "balance --machine gigabit": "gigabit does not say how many ranks it has",
+    "balance --machine laptops --task decod": "task='decod' (did you mean decode?); choose decode, prefill, train",
+    "balance --machine laptops --plot shares.pdf": "shares.pdf: a picture is SVG or PNG",
     "try 64x64 65x64": "a shape is M,K,N",
     "plan all_gather 64x4 --ranks 0": "ranks=0 must be an integer from 1 to",
     "plan all_gather 64x4 --ranks -2": "ranks=-2",
@@ -230,6 +233,16 @@ def test_the_best_and_the_fastest():
     assert re.search(
         r"best: direct, .*; bidirectional, 16 slices takes [\d.]+ ms, but rounds a term up to 8 times$", best
     )
+
+
+def test_shares_of_unequal_machines(tmp_path):
+    picture = tmp_path / "shares.svg"
+    found = fompi.balance("laptops", "llama-1b")
+    text, _ = run("balance", "--machine", "laptops", "--plot", picture)
+    assert text == f"{found}\n" and picture.read_text() == found.plot()
+    values = json.loads(run("balance", "--machine", "laptops", "--json")[0])
+    assert values["counts"]["heads"] == [*found.counts["heads"]] and values["best"]["seconds"] == found.best.seconds
+    assert [each["way"] for each in values["ways"]] == ["tensor", "layers"]
 
 
 def test_a_layout_on_a_machine_without_memory():

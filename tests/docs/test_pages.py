@@ -29,7 +29,7 @@ FIRST = next((block for block in RUNNABLE if block.page == README), None)
 OTHER_RANKS = [replace(FIRST, ranks=ranks, output=None) for ranks in (1, 3)] if FIRST else []
 """The first program of the README, on numbers of ranks that the page does not name."""
 
-PURE = ("plan", "simulate", "explain", "layout")
+PURE = ("plan", "simulate", "explain", "layout", "balance")
 """The commands that need no MPI and print the same every time. (`simulate step` has a test of its own.)"""
 
 MOST_LINES = {"README.md": 130, "docs/howto/": 80}

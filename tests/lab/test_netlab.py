@@ -19,11 +19,12 @@ import pytest
 
 from fompi.lab import command as tool
 from fompi.lab import namespaces, relay
+from fompi.lab.cores import V1, V2
 from fompi.lab.hosts import LAB
 from fompi.lab.launcher import Mpi
 from fompi.lab.links import LinkSeconds, fault, table, trip_fault
 from fompi.lab.relay import carry
-from fompi.lab.values import Change, Distance, Lab, Rate, Refused, link_of
+from fompi.lab.values import Change, Cores, Distance, Lab, Rate, Refused, link_of
 
 MEASURE = """
 import os, socket, sys, time
@@ -182,6 +183,51 @@ else:
     assert "netlab: 'h9 cut' is not a change of a link" in finished.stderr
     changes = re.findall(r"^netlab: after [\d.]+ s: (.*)$", finished.stderr, re.MULTILINE)
     assert changes == ["h0 200mbit", "h1 50mbit", "h1 250mbit", "h1 cut", "h1 restore"]
+
+
+SPIN = """
+import os, time
+from mpi4py import MPI
+
+world = MPI.COMM_WORLD
+for part in range(2):
+    world.Barrier()
+    begun, used = time.monotonic(), time.process_time()
+    while time.monotonic() - begun < 1:
+        pass
+    share = (time.process_time() - used) / (time.monotonic() - begun)
+    os.write(1, f"CORES {world.rank} {part} {share:.3f}\\n".encode())
+    world.Barrier()
+    if world.rank == 0 and part == 0:
+        with open(os.environ["NETLAB_CONTROL"], "w") as fifo:
+            print("h1 0.2cores", file=fifo)
+        time.sleep(0.5)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="quotas need root")
+def test_hosts_with_unequal_cores(netlab):
+    """A quota is measured, kept, and changed while the job runs. Its control groups go with the hosts."""
+    before = control_groups()
+    finished = netlab("--trust", "--hosts=2", "--rate=100mbit", "--cores=0.4,0.1", code=SPIN)
+    assert finished.returncode == 0 and not finished.left_behind, finished.output
+    shares = {(int(r), int(p)): float(s) for r, p, s in re.findall(r"^CORES (\d) (\d) (.*)$", finished.stdout, re.M)}
+    assert shares[0, 0] <= 0.44 and shares[1, 0] <= 0.13 < shares[1, 1] <= 0.23, finished.output
+    assert re.search(r"^h1 +0\.10 +0\.\d\d", finished.stderr, re.MULTILINE) and "s: h1 0.2cores" in finished.stderr
+    assert control_groups() <= before
+
+
+def control_groups():
+    return {path for home in (V1, V2) for path in home.glob("netlab-*")}
+
+
+@pytest.mark.one_mpi
+def test_the_quota_of_a_host():
+    assert [Cores.parse(text).quota for text in ("1", "0.5", "0.25cores", "0.02", "2")] == [
+        (10_000, 10_000), (5_000, 10_000), (2_500, 10_000), (1_000, 50_000), (20_000, 10_000),
+    ]  # fmt: skip
+    lab = Lab((Rate.parse("1gbit"),) * 2, cores=(Cores(1.0), Cores(0.5)))
+    assert str(Change.parse("h1 0.25cores", lab)) == "h1 0.25cores"
 
 
 FAR = (
@@ -435,6 +481,11 @@ def surroundings():
         ("--latency 9mbit,5ms", "write it as 5ms or 5ms,0.1%, and the rate as --rate 9mbit"),
         ("--latency 2000ms", "at most 1000ms"),
         ("--latency 5ms,60%", "at most 50%"),
+        ("--cores 1,0.5", "4 hosts but 2 numbers of cores"),
+        ("--cores 1,0.5,half,1", "'half' is no number of cores"),
+        ("--cores 1,0,1,1", "'0' is no number of cores: write it as 0.5, from 0.01 on"),
+        ("--at 1_h1_0.5cores", "only a host has cores that could change: start with --cores 1,1"),
+        ("--groups 2x2 --between 9mbit --cores 1,1,1,1 --at 1_between_1cores", "only a host has cores"),
     ],
 )
 def test_bad_input_is_one_line_with_a_remedy(options, words, capsys):

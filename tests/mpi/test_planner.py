@@ -31,6 +31,8 @@ def test_calibrate(own, comm, tmp_path):
     machine = fompi.calibrate(own, steps.append)
     assert comm.allgather(machine) == [machine] * own.size
     assert machine.flops_rate > 1e8 and machine.memory_rate > 1e7 and 0 < machine.overhead < 1e-2
+    assert len(machine.speeds) == own.size and machine.memory > 1e6
+    assert all([rows for rows, _ in curve] == [1, 8, 64, 512] and curve[0][1] > 0 for curve in machine.speeds)
     if own.size > 1:
         assert machine.latency > 0 and machine.curve and len(machine.collectives) == 5
     machine.save(tmp_path / "machine.json")

@@ -220,3 +220,14 @@ def test_packing_that_costs_nothing():
     timed = [(1e9, 4e6, 1.0), (1e8, 4e6, 0.09)]
     flops_rate, pack_rate = fit.product_rates(timed)
     assert pack_rate == 1e300 and 1e9 <= flops_rate <= 1.2e9
+
+
+def test_ranks_with_the_same_speed_have_the_same_curve():
+    """Noise of 10 % makes no difference, a core with a quota does, and so does one that is slow with many rows only."""
+    seconds = [[1.0, 4.0], [1.1, 4.2], [2.0, 8.2], [1.05, 8.0]]
+    first, second, third, fourth = fit.speeds((1, 64), seconds)
+    assert first == second == ((1.0, pytest.approx(1.05)), (64.0, pytest.approx(4.1)))
+    assert third == ((1.0, 2.0), (64.0, 8.2)) and fourth == ((1.0, 1.05), (64.0, 8.0))
+    machine = replace(Machine.load("laptop"), speeds=fit.speeds((1, 64), seconds))
+    slower = fit.slowed(machine, 2.0)
+    assert slower.speeds[0][0][1] == 2 * machine.speeds[0][0][1]

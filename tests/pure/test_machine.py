@@ -47,7 +47,7 @@ def test_unknown_names_are_refused(tmp_path):
     for name in ("cray", tmp_path, tmp_path / "none.json"):
         with pytest.raises(LayoutError) as caught:
             Machine.load(name)
-        assert repr(str(name)) in str(caught.value) and "gigabit, laptop, h100-nvlink" in str(caught.value)
+        assert repr(str(name)) in str(caught.value) and "gigabit, laptop, laptops, h100-nvlink" in str(caught.value)
 
 
 GOOD = asdict(Machine.load("laptop"))
@@ -275,6 +275,51 @@ def test_the_machine_of_some_ranks():
     odd = machine.part([0, 1, 5], 8)  # not evenly spaced: the slowest link
     assert (odd.bandwidth, odd.levels) == (1e7, ())
     assert machine.part([5], 8).bandwidth == 1e9
+
+
+NEW = "speeds", "memories", "disk_rates"
+"""Fields that older files do not have."""
+
+UNEQUAL = replace(
+    Machine.load("laptop"),
+    speeds=(1.0, 0.5, ((1.0, 2e-3), (64.0, 4e-3))),
+    memories=(16e9, 8e9),
+    memory=4e9,
+    disk_rates=(0.0, 1e9),
+)
+
+
+def test_ranks_that_are_not_equal():
+    machine = Machine.from_json(UNEQUAL.to_json())
+    assert machine == UNEQUAL
+    older = json.loads(PRESETS["laptop"].to_json())
+    assert Machine.from_json(json.dumps({name: older[name] for name in older if name not in NEW})) == PRESETS["laptop"]
+    assert [machine.slowness(rank, 1) for rank in (0, 1, 7)] == [1.0, 2.0, 1.0]
+    reference = machine.kernel(2 * 64 * 1024**2, 4 * (1024**2 + 2 * 64 * 1024))
+    assert machine.slowness(2, 64) == pytest.approx(4e-3 / reference)
+    assert [machine.memory_of(rank) for rank in range(3)] == [16e9, 8e9, 4e9]
+    assert [machine.disk_rate(rank) for rank in range(3)] == [0.0, 1e9, 0.0]
+    two = machine.part([1, 3], 4)
+    assert (two.speeds, two.memories, two.disk_rates) == ((0.5, 1.0), (8e9, 4e9), (1e9, 0.0))
+    assert "memory of the ranks: 16 GB, 8 GB" in str(
+        machine
+    ) and "speeds of the ranks: products of one row 1, 0.5," in str(machine)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("speeds", [1, 0], r"speeds\[1\]=0 must be from"),
+        ("speeds", [[[1, 0.0], [2, 1]]], r"speeds\[0\]\[0\]\[1\]"),
+        ("speeds", [[[2, 1], [1, 2]]], r"speeds\[0\] must have at least one point; x must increase"),
+        ("speeds", 0.5, "speeds must be a list"),
+        ("memories", [0], r"memories\[0\]=0 must be"),
+        ("disk_rates", [-1], r"disk_rates\[0\]=-1 must be"),
+    ],
+)
+def test_wrong_values_of_unequal_ranks(field, value, said):
+    with pytest.raises(LayoutError, match=said):
+        Machine.from_json(json.dumps(json.loads(PRESETS["laptop"].to_json()) | {field: value}))
 
 
 def test_a_machine_as_text():
