@@ -23,13 +23,15 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.numbers import narrow, place, stored, upload, widen
+from fompi.backends.wires import Feedback
 from fompi.base.call_options import wire_on
 from fompi.base.differences import detail
-from fompi.base.errors import LayoutError, ShapeError, StateError
+from fompi.base.errors import LayoutError, PeerError, ShapeError, StateError, WaitTimeout
 from fompi.base.layout import accumulator, integer, number, offsets
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree, begin_agreement
-from fompi.ops.operations import all_reduce
+from fompi.members.membership import Membership
+from fompi.ops.operations import all_gather, all_reduce, broadcast
 from fompi.parallel.arrays import array_of, borrow, carrying, lent, start_with
 from fompi.parallel.buckets import detached
 from fompi.parallel.sums import feedback_of, summing
@@ -120,13 +122,14 @@ class OuterRule:
 class OuterNumbers:
     """The numbers of one exchange, of what this rank holds.
 
-    `step`: the inner step after which fragment `fragment` was sent. `norm`: of the mean outer gradient. `drift`: of
-    what this island has sent minus that mean. `nbytes`: what this rank has sent. `exposed`: the seconds for which it
-    has waited.
+    `step`: the inner step after which fragment `fragment` was sent. `islands`: how many have added to the mean. `norm`:
+    of the mean outer gradient. `drift`: of what this island has sent minus that mean. `nbytes`: what this rank has
+    sent. `exposed`: the seconds for which it has waited.
     """
 
     step: int
     fragment: int
+    islands: int
     norm: float
     drift: float
     nbytes: int
@@ -168,19 +171,28 @@ class OuterRow:
     `outer` and `velocity` are those of parameters, on the host, in float32 or float64. What is averaged has none.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], period: int | None, rule: OuterRule, comm: Communicator):
+    sums: Communicator
+    feedback: Feedback | None = None
+
+    def __init__(self, tensors: Mapping[str, Tensor], period: int | None, rule: OuterRule):
         first = next(iter(tensors.values()))
         self.dtype, self.period = accumulator(first.dtype), period or 1
         self.framework = "torch" if first.framework == "torch" else "numpy"  # of a state
         self.forms = {name: (tensor.dtype, tensor.array.shape) for name, tensor in tensors.items()}
         ends = offsets(tensor.array.size for tensor in tensors.values())
         self.spans = {name: slice(a, b) for name, (a, b) in zip(tensors, pairwise(ends), strict=True)}
+        self.size = ends[-1]
         self.outer = _flat(tensors) if period is None else None
         self.velocity = np.zeros_like(self.outer) if self.outer is not None and rule.outer_momentum else None
-        wire = wire_on(comm.how, self.dtype) if period is None else ""
+
+    def meet(self, comm: Communicator) -> None:
+        """From now on the islands are those of `comm`. What messages have lost before is still to give back."""
+        wire = wire_on(comm.how, self.dtype) if self.outer is not None else ""
         self.sums = summing(comm.plain, {"wire": wire} if wire else {"order": "ranks"})
-        lossy = comm if wire else comm.plain
-        self.feedback = feedback_of(lossy, self.dtype, lambda: np.zeros(ends[-1], np.float32))
+        before, lossy = self.feedback, comm if wire else comm.plain
+        self.feedback = feedback_of(lossy, self.dtype, lambda: np.zeros(self.size, np.float32))
+        if before is not None and self.feedback is not None:
+            self.feedback.lost[...] = before.lost
 
     def borrowed(self, get: Callable[[str], Any]) -> dict[str, Tensor]:
         """The tensors of the program. Raises ShapeError for those that have become others."""
@@ -197,9 +209,13 @@ class OuterRow:
         x = _flat(tensors)
         if self.outer is not None:
             np.subtract(self.outer, x, out=x)
-        if self.feedback is not None:
-            self.feedback.give_back(x)
         return x
+
+    def sent(self, term: Array) -> Array:
+        """What it sends of it: with what messages have lost before, if there is feedback."""
+        if self.feedback is not None:
+            self.feedback.give_back(term := term.copy())
+        return term
 
     def blended(self, rule: OuterRule, mean: Array, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """name -> the new tensor, from the outer copy or the mean."""
@@ -250,14 +266,16 @@ def _norm(rows: Iterable[Array]) -> float:
 
 @dataclass
 class OuterExchange:
-    """An exchange on its way: what this island has sent, and the calls. `arrived`: the means, and the numbers."""
+    """An exchange on its way: what this island adds, and the calls. `arrived`: the means, and the numbers."""
 
     step: int
     fragment: int
     rows: list[OuterRow]
+    terms: Sequence[Array] = ()
     sent: Sequence[Array] = ()
     calls: Sequence[Any] = ()
     arrived: tuple[list[Array], OuterNumbers] | None = None
+    vote: Any = None  # the call in which islands that come and go say whether they should meet anew
 
 
 class OuterSteps:
@@ -280,16 +298,21 @@ class OuterSteps:
     a mesh with `priority=` that does not name its axis, messages leave behind all others.
     `on_exchange`: called with an `OuterNumbers` for each mean that is applied.
 
+    `comm` may be a `fompi.members.Membership`: then islands come and go, each is one process, and those that are left
+    do an exchange that has failed again, from the same differences. A late one gets the outer copies: `received`.
+
     Making one is collective. Raises MismatchError on all ranks if they differ in names, forms, fragments or options;
     and in the first `step`, if the islands begin with different parameters or at different steps.
     """
 
     def __init__(self, params: Mapping[str, Any], *, comm: Any, **options: Any):
+        self._membership = comm if isinstance(comm, Membership) else None
+        comm = comm.join() if isinstance(comm, Membership) else comm
         given = Communicator.of(comm).plain
         rows: dict[tuple[int, str, int | None], dict[str, Tensor]] = {}
-        how: dict[str, Any] = {}
+        self._how: dict[str, Any] = {}
+        self._text = ""
         error: Exception | None = None
-        text = ""
         try:
             own = {name: options.pop(name) for name in OPTIONS if name in options}
             tensors = {name: borrow(detached(x), f"the parameter {name!r}") for name, x in params.items()}
@@ -306,23 +329,107 @@ class OuterSteps:
             for name, tensor in tensors.items():
                 key = fragment_of[name], accumulator(tensor.dtype), periods.get(name)
                 rows.setdefault(key, {})[name] = tensor
-            how = {name: carrier.how[name] for name in ("wire", "feedback") if name in carrier.how}
-            words = asdict(self.schedule) | asdict(self.rule) | how
+            self._how = {name: carrier.how[name] for name in ("wire", "feedback") if name in carrier.how}
+            words = asdict(self.schedule) | asdict(self.rule) | self._how
             for name, t in tensors.items():
                 form = f"{t.dtype} {t.array.shape} in fragment {fragment_of[name]}"
                 words[f"parameter {name!r}"] = form + (f", averaged: {periods[name]}" if name in periods else "")
-            text = "".join(detail(*pair) for pair in words.items())
+            self._text = "".join(detail(*pair) for pair in words.items())
+            self.rows: list[list[OuterRow]] = [[] for _ in range(self.schedule.fragments)]
+            for (p, _, period), part in rows.items():
+                self.rows[p].append(OuterRow(part, period, self.rule))
+            self._applied = [0] * self.schedule.fragments  # exchanges: an island that has left one out is refused
         except Exception as refusal:
             error = refusal
-        agree(given, f"OuterSteps{text}", error)
-        self.comm = given.split(0, given.rank, f"{given.name}/outer")  # its calls have an order of their own
-        self.rows: list[list[OuterRow]] = [[] for _ in range(self.schedule.fragments)]
-        for (p, _, period), part in rows.items():
-            self.rows[p].append(OuterRow(part, period, self.rule, self.comm.using(**how)))
         self.steps, self.closed = 0, False  # the inner steps until now
-        self._applied = [0] * self.schedule.fragments  # exchanges: an island that has left one out is refused
         self._flight: OuterExchange | None = None
-        self._is_compared = False
+        self._is_compared = self._has_received = False
+        self._late = 0  # the step of the exchange to which this island came too late to add to it
+        self._idle = 0, 0  # the step of an exchange, and how many islands came too late
+        if self._membership is None:
+            self._enter(given, error)
+        else:
+            self._meet(given, error)
+
+    def _enter(self, given: Communicator, error: Exception | None = None) -> None:
+        """The islands are those of `given` from now on. Collective."""
+        agree(given, f"OuterSteps{self._text}", error)
+        if self._membership is None:  # its calls have an order of their own
+            given = given.split(0, given.rank, f"{given.name}/outer")
+        self.comm = given
+        for row in [row for rows in self.rows for row in rows]:
+            row.meet(self.comm.using(**self._how))
+        if self._membership is not None:
+            self._catch_up()
+            self._compare()
+
+    def _meet(self, comm: Communicator | None = None, error: Exception | None = None) -> None:
+        """The islands that are here go on together, in the next epoch or in that of `comm`. Collective."""
+        assert self._membership is not None
+        while True:
+            self._stop()
+            comm = comm or self._membership.join()
+            try:
+                self._enter(comm, error)
+                return
+            except (PeerError, WaitTimeout):  # one of them is lost again
+                comm = None
+
+    def _reliably(self, act: Callable[[], Any]) -> Any:
+        """`act()`. If an island is lost, those that are left meet in the next epoch, and do it again."""
+        while True:
+            try:
+                return act()
+            except (PeerError, WaitTimeout):
+                if self._membership is None:
+                    raise
+            self._meet()
+
+    def _stop(self) -> None:
+        """The calls of the exchange on its way have ended, or will not. What it adds is kept."""
+        if (flight := self._flight) is not None and flight.arrived is None:
+            flight.sent, flight.calls, flight.vote = (), (), None
+            for row in flight.rows:
+                if row.feedback is not None:
+                    row.feedback.forget()
+
+    def _catch_up(self) -> None:
+        """Islands that are behind take over what the farthest one has: outer copies and their momentum. Collective."""
+        flight = 0 if self._flight is None else self._flight.step
+        own = np.array([[sum(self._applied), self.steps, flight, self._late]], np.int64)
+        table = np.asarray(all_gather(own, comm=self.comm))
+        root = max(range(len(table)), key=lambda rank: (*table[rank, :2], -rank))
+        farthest = table[root]
+        is_new = (table[:, 1] == 0) & (farthest[1] > 0)
+        is_behind = is_new | (table[:, 0] < farthest[0])
+        if is_behind.any():
+            listed = [
+                array for rows in self.rows for row in rows for kind, array in row.kept.items() if kind != "feedback"
+            ]
+            sent = [broadcast(array, root=root, comm=self.comm) for array in [*listed, np.array(self._applied)]]
+            if is_behind[self.comm.rank]:
+                for array, new in zip([*listed], sent[:-1], strict=True):
+                    array[...] = new
+                self._applied, self._flight, self._has_received = sent[-1].tolist(), None, True
+        now = int(farthest[2])  # the exchange that is on its way
+        is_late = (is_new | (table[:, 3] == now)) & (now > 0)
+        self._idle = now, int(is_late.sum())
+        if is_new[self.comm.rank]:
+            self.steps, self._late = int(farthest[1]), now
+            if (p := self.schedule.begins(now)) is not None:
+                rows = self._rows_now(p, self._applied)
+                self._flight = OuterExchange(now, p, rows, [np.zeros(row.size, row.dtype) for row in rows])
+
+    def received(self, get: Callable[[str], Any]) -> dict[str, Any]:
+        """The parameters that this island has to take over, because it came late: those of the outer copies. Once."""
+        if not self._has_received:
+            return {}
+        self._has_received, found = False, dict[str, Any]()
+        for row in [row for rows in self.rows for row in rows]:
+            if (outer := row.outer) is not None:
+                tensors = row.borrowed(get)
+                found |= {name: _like(tensors[name], outer[span]) for name, span in row.spans.items()}
+        return found
 
     def step(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """An inner step has made `params`. Returns them with what this outer step changes, in new tensors.
@@ -342,26 +449,45 @@ class OuterSteps:
             return {}
         if self.schedule.begins(self.steps) is not None:
             self._begin(get)
-        if self.schedule.applies(self.steps) is None or self._flight is None:
-            return {}
-        return self._apply(get)
+        if self._flight is not None:
+            self._reliably(self._send)
+        changed: dict[str, Any] = {}
+        if self.schedule.applies(self.steps) is not None:
+            changed = self._reliably(lambda: self._apply(get))
+        return {**self.received(get), **changed}
 
     def _begin(self, get: Callable[[str], Any]) -> None:
         """The fragment of this step leaves."""
         p = self.schedule.begins(self.steps)
         assert p is not None
         rows = self._rows_now(p, self._applied)
-        text = f"fragment {p} after step {self.steps} and {self._applied[p]} of its exchanges"
+        self._flight = flight = OuterExchange(self.steps, p, rows)
         try:
-            sent = [row.term(row.borrowed(get)) for row in rows]
+            flight.terms = [row.term(row.borrowed(get)) for row in rows]
         except Exception as error:
-            self._refuse(text, error, len(rows))
+            self._flight = None
+            self._refuse(self._in_words(flight), error, len(rows))
             raise
-        calls = [
+
+    def _in_words(self, flight: OuterExchange) -> str:
+        done = self._applied[flight.fragment]
+        return f"fragment {flight.fragment} after step {flight.step} and {done} of its exchanges"
+
+    def _send(self) -> None:
+        """The exchange on its way has its calls."""
+        flight = self._flight
+        if flight is None or flight.calls or flight.arrived is not None:
+            return
+        text, flight.sent = (
+            self._in_words(flight),
+            [row.sent(x) for row, x in zip(flight.rows, flight.terms, strict=True)],
+        )
+        flight.calls = [
             start_with(all_reduce, text, x, dtype=row.dtype, op="mean", comm=row.sums)
-            for row, x in zip(rows, sent, strict=True)
+            for row, x in zip(flight.rows, flight.sent, strict=True)
         ]
-        self._flight = OuterExchange(self.steps, p, rows, sent, calls)
+        if self._membership is not None:
+            flight.vote = all_reduce.start(np.array([self._membership.changed], np.int32), op="max", comm=self.comm)
 
     def _rows_now(self, p: int, applied: Sequence[int]) -> list[OuterRow]:
         """What travels in the next exchange of a fragment, of which some were applied."""
@@ -375,8 +501,10 @@ class OuterSteps:
 
     def _apply(self, get: Callable[[str], Any]) -> dict[str, Any]:
         """The outer step with what has travelled."""
+        self._send()
         flight, changed = self._flight, dict[str, Any]()
-        assert flight is not None
+        if flight is None:  # another island has ended it, and this one has what came of it
+            return {}
         means, numbers = self._arrived(flight)
         self._flight = None
         self._applied[flight.fragment] += 1
@@ -387,7 +515,14 @@ class OuterSteps:
             changed |= row.blended(self.rule, mean, row.borrowed(get))
         if self._on_exchange is not None:
             self._on_exchange(numbers)
+        if flight.vote is not None and flight.vote.result[0]:  # some have come, or have left
+            self._meet()
         return changed
+
+    def _receive(self) -> None:
+        self._send()
+        if self._flight is not None:
+            self._arrived(self._flight)
 
     def _arrived(self, flight: OuterExchange) -> tuple[list[Array], OuterNumbers]:
         """The means of an exchange, and its numbers. Waits for them. If that fails, the exchange is left out."""
@@ -396,9 +531,15 @@ class OuterSteps:
         begun = perf_counter()
         try:
             means = [array_of(call.wait()) for call in flight.calls]
+            if flight.vote is not None:
+                flight.vote.wait()
         except BaseException:
-            self._drop()
+            if self._membership is None:
+                self._drop()
             raise
+        islands = self.comm.size - self._idle[1] * (self._idle[0] == flight.step)
+        if islands < self.comm.size:
+            means = [mean * (self.comm.size / islands) for mean in means]
         exposed = perf_counter() - begun
         for row in flight.rows:
             if row.feedback is not None:
@@ -408,6 +549,7 @@ class OuterSteps:
             *(flight.step, flight.fragment),
             norm=_norm(mean for _, mean in pairs),
             drift=_norm(x - mean for x, mean in pairs),
+            islands=islands,
             nbytes=sum(e.nbytes for call in flight.calls for e in call.trace.events if e.lane.startswith("send")),
             exposed=exposed,
         )
@@ -428,8 +570,10 @@ class OuterSteps:
     def _compare(self) -> None:
         """All islands have the same outer copies at the same step, or all raise. Once, and after a load."""
         flight = self._flight
-        words = detail("steps", self.steps) + detail("exchanges of each fragment", self._applied)
-        words += detail("on its way", flight and f"fragment {flight.fragment} after step {flight.step}")
+        words = detail("exchanges of each fragment", self._applied)
+        if self._membership is None:  # else islands may be some steps apart
+            words += detail("steps", self.steps)
+            words += detail("on its way", flight and f"fragment {flight.fragment} after step {flight.step}")
         for kind, named in self._kept().items():
             for name, array in named.items():
                 if kind != "feedback":
@@ -457,9 +601,11 @@ class OuterSteps:
         "applied". Tensors are of torch where parameters are, else of NumPy.
         Each rank saves its own, with its parameters and the state of its inner optimizer: they differ between islands.
         """
-        state: dict[str, Any] = {"steps": self.steps, "applied": [*self._applied]}
         if self._flight is not None:
-            state["numbers"] = asdict(self._arrived(self._flight)[1])
+            self._reliably(self._receive)
+        state: dict[str, Any] = {"steps": self.steps, "applied": [*self._applied]}
+        if (flight := self._flight) is not None and flight.arrived is not None:
+            state["numbers"] = asdict(flight.arrived[1])
         of = {name: row for rows in self.rows for row in rows for name in row.forms}
         for kind, named in self._kept().items():
             state[kind] = {name: lend(a.copy(), of[name].dtype, of[name].framework) for name, a in named.items()}
@@ -502,6 +648,10 @@ class OuterSteps:
         """Wait for an exchange on its way, which is not applied, and free the communicator. Collective."""
         if not self.closed:
             self.closed = True
+            if self._membership is not None:
+                self._stop()
+                self.comm.abort("it has ended its outer steps")
+                return
             self._drop()
             self.comm.close()
 

@@ -11,6 +11,7 @@ from fompi.base.differences import detail
 from fompi.base.errors import LayoutError
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
+from fompi.members.membership import Membership
 from fompi.parallel.outer import OuterSteps
 
 
@@ -40,6 +41,9 @@ class DiLoCo:
     the host, of half types in float32. Buffers stay. `optimizer` may be None, with `ZeroDataParallel` for example: then
     it is not compared. All islands begin with the same parameters: load a checkpoint, or call `torch.manual_seed`.
 
+    `comm` may be a `fompi.members.Membership`: islands come and go then, each is one process. A late one begins with
+    the parameters that the others have. Those that are left do an exchange that has failed again.
+
     Creating one is collective. Raises MismatchError on all ranks that differ in what is above, in modules or in the
     optimizer, and in the first `step` if their parameters or steps differ; LayoutError for options that do not fit.
     """
@@ -66,15 +70,22 @@ class DiLoCo:
                 values |= dict.fromkeys([name, *(f"{key} of {name}" for key in self._moments)], self._read(name))
         except Exception as error:
             refusal = error
-        agree(Communicator.of(comm).plain, f"{type(self).__name__}{text}", refusal)
+        if not isinstance(comm, Membership):
+            agree(Communicator.of(comm).plain, f"{type(self).__name__}{text}", refusal)
+        elif refusal is not None:
+            raise refusal
         listed = [[*names, *(f"{key} of {name}" for name in names for key in self._moments)] for names in owners]
         averaged = {f"{key} of {name}": n for key, n in self._moments.items() for name in self._named()}
         self.outer = OuterSteps(values, comm=comm, fragments=listed, averaged=averaged, **options)
+        self._take(self.outer.received(self._read))
 
-    @torch.no_grad()
     def step(self) -> None:
         """The inner optimizer has made a step. Raises what the exchange raises, on all ranks of the axis."""
-        for name, value in self.outer.advance(self._read).items():
+        self._take(self.outer.advance(self._read))
+
+    @torch.no_grad()
+    def _take(self, values: Mapping[str, torch.Tensor]) -> None:
+        for name, value in values.items():
             if (part := self._part(name)) is not None:
                 part.copy_(value)
 

@@ -1,0 +1,133 @@
+"""Outer steps between islands that die, come again and come late: what the others add, and what the late ones get."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import job
+import pytest
+
+from fompi.members import Server
+
+pytestmark = pytest.mark.one_mpi
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "islands.py"
+
+PROGRAM = textwrap.dedent("""
+    import json, os, signal, subprocess, sys, time
+    from pathlib import Path
+    folder, port, name, killed_after = Path(sys.argv[1]), sys.argv[2], sys.argv[3], float(sys.argv[4])
+    import numpy as np
+    import fompi
+    from fompi.parallel.outer import OuterSteps
+
+    def start(name, seconds):
+        return subprocess.Popen([sys.executable, __file__, folder, port, name, str(seconds)])
+
+    if name == "a":
+        server = fompi.members.Server("127.0.0.1", int(port))
+        others = [start("b", 0), start("c", killed_after)]
+    drift = {"a": 1.0, "b": 2.0, "c": 6.0}[name]  # what an inner step takes from each parameter
+    params = {"w": np.zeros(300), "v": np.zeros(7)}
+    log, begun = [], time.monotonic()
+    options = dict(sync_every=4, fragments=2, delay=1, outer_lr=1.0, outer_momentum=0.0, on_exchange=log.append)
+    with fompi.members.Membership(f"fompi://127.0.0.1:{port}", name=name, ttl=2.0) as membership:
+        with OuterSteps(params, comm=membership, **options) as outer:
+            params |= outer.received(params.__getitem__)
+            first, epochs, restarted = outer.steps, set(), False
+            while outer.steps < 240:
+                inner = {key: x - drift for key, x in params.items()}
+                step, copies = outer.steps + 1, outer.state_dict()["outer"] if outer.steps % 2 else None
+                if copies is not None:  # the next step sends something: what this island adds
+                    with (folder / "added").open("a") as file:
+                        print(step, name, *(float(copies[key][0] - inner[key][0]) for key in ("w", "v")), file=file)
+                params = outer.step(inner)
+                epochs.add((membership.epoch.number, len(membership.epoch.members)))
+                time.sleep(0.02)
+                if name == "c" and killed_after and time.monotonic() - begun > killed_after:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if name == "a" and not restarted and others[1].poll() is not None:
+                    others[1], restarted = start("c", 0), True
+            print(f"{name} from step {first}: {sorted(epochs)}", flush=True)
+            (folder / f"{name}.log").write_text(json.dumps([(n.step, n.fragment, n.islands) for n in log]))
+            copies = outer.state_dict()["outer"]
+            (folder / f"{name}.outer").write_text(json.dumps([float(copies[key][0]) for key in ("w", "v")]))
+            if name == "a":
+                time.sleep(1.0)  # it serves the store
+    if name == "a":
+        [other.wait(20) for other in others]
+""")
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@pytest.mark.parametrize("killed_after", [1.3, 1.7])
+def test_an_island_is_killed_and_comes_again(tmp_path, killed_after):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "program.py", str(tmp_path), str(free_port()), "a", str(killed_after)]
+    variables = {"FOMPI_TIMEOUT": "20", "OMP_NUM_THREADS": "1", "FOMPI_MEMBERS_TOKEN": "0123456789abcdef" * 3}
+    done = job.run(command, 60, env=variables, cwd=tmp_path)
+    assert done.returncode == 0 and not done.timed_out and not done.left_behind, done.output
+    assert done.stdout.count("from step 0") != 3, done.output  # c came again, and went on where the others were
+    added = {}
+    for line in (tmp_path / "added").read_text().splitlines():
+        step, name, *terms = line.split()
+        added.setdefault(int(step), {})[name] = list(map(float, terms))
+    outer, log = [0.0, 0.0], json.loads((tmp_path / "a.log").read_text())
+    assert [step for step, _, _ in log] == [*range(2, 240, 2)]  # a has never left one out
+    for step, fragment, islands in log:
+        here = added[step]
+        if len(here) > islands:  # it died on the way
+            here.pop("c")
+        assert len(here) == islands, (step, here)
+        outer[fragment] -= sum(terms[fragment] for terms in here.values()) / islands
+    assert {islands for _, _, islands in log} >= {2, 3}, log
+    for name in "abc":
+        assert json.loads((tmp_path / f"{name}.outer").read_text()) == pytest.approx(outer), name
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+def test_the_example(tmp_path, monkeypatch):
+    monkeypatch.setenv("FOMPI_MEMBERS_TOKEN", "0123456789abcdef" * 3)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    islands: list[subprocess.Popen[bytes]] = []
+
+    def start(name, steps):
+        with (tmp_path / name).open("ab") as lines:
+            command = [sys.executable, EXAMPLE, server.address, name, str(steps)]
+            islands.append(subprocess.Popen(command, stdout=lines, stderr=lines))
+        return islands[-1]
+
+    def wait_for(name, words, seconds=40):
+        end = time.monotonic() + seconds
+        while words not in (text := (tmp_path / name).read_text()):
+            assert time.monotonic() < end, text
+            time.sleep(0.05)
+        return text
+
+    with Server() as server:
+        try:
+            start("a", 1000000)
+            victim = start("b", 1000000)
+            wait_for("a", "2 islands")
+            victim.kill()
+            (tmp_path / "a").write_text("")
+            wait_for("a", "1 islands")
+            start("b", 1000000)
+            wait_for("a", "2 islands")
+            assert "b: step" in wait_for("b", "2 islands")
+        finally:
+            for island in islands:
+                island.kill()
+                island.wait()
