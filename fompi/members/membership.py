@@ -216,15 +216,15 @@ class Membership:
     """
 
     def __init__(self, store: Any, name: str, least: int = 1, group: str = "fompi", ttl: float = TTL_SECONDS):
-        self.name, self.group, self.least = name, group, least
+        self.name, self.group, self.least = str(name), group, least
         self.epoch: Epoch | None = None
         self._comm: Communicator | None = None
         self._given, self._store = store, open_store(store)
-        self._presence = Presence(self._store, group, name, epochs.handle(), ttl)
+        self._presence = Presence(self._store, group, self.name, epochs.handle(), ttl)
         self._news, self._closing = Condition(), Event()
         self._heard: tuple[Listing, View] = {}, View(Epoch(), {})
         self._error: BaseException | None = None
-        self._trouble = ""
+        self._away = self._missed = ""  # of the store, of the last epoch: what an error says besides
         self._thread = Thread(target=self._run, name=f"fompi member {name}", daemon=True)
         self._thread.start()
 
@@ -237,10 +237,10 @@ class Membership:
                 while (left := end - monotonic()) > 0 and not self._closing.is_set():
                     listing = self._store.watch(f"{self.group}/", self._heard[0], left)
                     with self._news:
-                        self._heard, self._trouble = (listing, View.of(listing, self.group)), ""
+                        self._heard, self._away = (listing, View.of(listing, self.group)), ""
                         self._news.notify_all()
             except WaitTimeout as error:  # the members go on without the store
-                self._trouble = f"; {error}"
+                self._away = f"; {error}"
                 log.warning("%s: %s", self.name, error)
             except Exception as error:
                 self._error = error
@@ -288,6 +288,7 @@ class Membership:
                     if monotonic() > end:
                         raise
         except BaseException:
+            self._abort("has given up")
             with suppress(FompiError):
                 self._presence.say(AWAY)
             raise
@@ -309,7 +310,7 @@ class Membership:
                 raise WaitTimeout(
                     f"{self.name} waited {launcher.in_seconds(seconds)} for the epoch after {view.epoch.number} of "
                     f"{self.group!r}, of at least {self.least} members: {', '.join(view.waiting()) or 'nobody'} waits "
-                    f"for it, but {late} did not come{self._trouble}"
+                    f"for it, but {late} did not come{self._missed}{self._away}"
                 )
             if not engine.progress():
                 with self._news:
@@ -323,9 +324,9 @@ class Membership:
             self._comm = epochs.join(name, handles, max(0.0, min(MEET_SECONDS, end - monotonic())))
         except (PeerError, WaitTimeout) as error:
             log.info("%s: %s", self.name, error)
-            self._trouble = f"; {error}"
+            self._missed = f"; {error}"
             return None
-        self.epoch = epoch
+        self.epoch, self._missed = epoch, ""
         return self._comm
 
     def _abort(self, why: str) -> None:
@@ -340,7 +341,7 @@ class Membership:
             self._abort("leaves the group")
             with suppress(FompiError):
                 self._presence.leave()
-            self._thread.join()
+            self._thread.join(self._presence.ttl)  # it may ask a store that is away
             if self._store is not self._given:
                 self._store.close()
 

@@ -168,10 +168,10 @@ class Server(ThreadingTCPServer):
             context = challenge + _receive(stream, CHALLENGE_NBYTES, end)
             try:
                 return _heard(stream, self._token, b"member" + context, QUESTION_NBYTES, end), context
-            except LaunchError:  # the code of this answer says it to a member with another token
-                stream.sendall(_frame(self._token, b"store" + context, {}))
+            except LaunchError as error:  # the code of this answer says it to a member with another token
+                stream.sendall(_frame(self._token, b"store" + context, {"error": str(error)}))
                 raise
-        except (LaunchError, OSError) as error:
+        except (LaunchError, TimeoutError) as error:
             log.warning("the store %s refuses %s:%s: %s", self.address, *who[:2], error)
             raise
         finally:

@@ -125,3 +125,50 @@ def test_members_come_and_go(members):
     assert len({*epochs}) == len(epochs) and said["c"].count("PeerError") >= 2, members.said()
     assert members.store.watch("fompi/members/") == {}
     members.server.close()
+
+
+ALONE = textwrap.dedent("""
+    import fompi
+    from fompi.members import Membership
+    from fompi.members.membership import AWAY, DOOR, IN, Presence
+    from fompi.members.served import LocalStore
+
+    def refused(kind, call):
+        try:
+            call()
+        except kind as error:
+            return print(f"{kind.__name__}: {error}", flush=True)
+        raise SystemExit("no error")
+
+    store = LocalStore()
+    other = fompi.members.handle().replace("fompi-1-", "fompi-2-")
+    with Membership(store, "a", ttl=0.5) as membership:
+        comm = membership.join(timeout=20)
+        assert (comm.rank, comm.size, membership.epoch.number, membership.changed) == (0, 1, 1, False)
+        busy = Presence(store, "fompi", "b", fompi.members.handle(), 60)
+        busy.say(IN)
+        refused(fompi.WaitTimeout, lambda: membership.join(timeout=1))
+        assert comm.closed
+        busy.leave()
+        Presence(store, "fompi", "c", other, 60).say(DOOR)  # of another version: no member
+        assert membership.join(timeout=20).size == 1 and not membership.changed
+        membership.least = 3
+        refused(fompi.WaitTimeout, lambda: membership.join(timeout=1))
+        Presence(store, "fompi", "a", other, 60)
+        refused(fompi.StateError, lambda: membership.join(timeout=20))
+    print([*store.watch("fompi/members/")])
+""")
+
+
+def test_who_is_awaited_is_named(tmp_path):
+    """A member that is in an epoch and does not come; too few; another process with the same name."""
+    done = subprocess.run([sys.executable, "-c", ALONE], cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr
+    first, second, third, left = done.stdout.splitlines()
+    assert first.startswith("WaitTimeout: a waited 1 s for the epoch after 1 of 'fompi', of at least 1 members: "), (
+        first
+    )
+    assert "a waits for it, but b did not come" in first, first
+    assert "of at least 3 members: a waits for it, but others did not come" in second, second
+    assert third == "StateError: another process has the name 'a' in the group 'fompi'", third
+    assert left == "['fompi/members/a', 'fompi/members/c']"

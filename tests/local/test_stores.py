@@ -323,6 +323,23 @@ def test_etcd_with_a_password_and_https(tmp_path):
         made.stop()
 
 
+def test_objects_of_torch(tmp_path):
+    """A store of torch that the program has. A reader judges a value by when it has seen it first."""
+    distributed = pytest.importorskip("torch.distributed")
+    for made in (
+        distributed.FileStore(str(tmp_path / "file"), -1),
+        distributed.PrefixStore("a", distributed.HashStore()),
+    ):
+        store, reader = open_store(made), open_store(made)
+        store.put("a", "1", TTL / 2)
+        assert store.compare_set("b", None, "2") == b"2" and store.watch("") == {"a": b"1", "b": b"2"}
+        sleep(TTL)
+        assert store.get("a") is None
+        assert reader.watch("") == {"a": b"1", "b": b"2"}  # it cannot know how old that is
+        assert reader.watch("", {"a": b"1", "b": b"2"}, 20) == {"b": b"2"}
+        assert reader.compare_set("b", "2", None) is None and store.watch("") == {}
+
+
 def test_the_first_member_serves(monkeypatch):
     """Who comes first is the server. When it goes, another one is."""
     monkeypatch.setenv("FOMPI_MEMBERS_TOKEN", TOKEN)
