@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from fompi.base.errors import LaunchError, MismatchError, PeerError, WaitTimeout
 from fompi.mpi.launcher import in_seconds
-from fompi.mpi.ucx import MOST_RANKS, PAUSE_SECONDS, WORLD, Intracomm, UcxRequest, variables
+from fompi.mpi.ucx import MOST_RANKS, PAUSE_SECONDS, WORLD, Intracomm, UcxRequest, parts_of, variables
 
 PREFIX = "fompi-1-"
 """How a handle begins: another number would be another form."""
@@ -66,10 +66,11 @@ class Handle(NamedTuple):
             if zlib.crc32(body) != check:
                 raise ValueError
             number, process, n = _HANDLE.unpack_from(body)
-            host = body[_HANDLE.size : _HANDLE.size + n].decode()
-        except (ValueError, struct.error):
+            host, address = body[_HANDLE.size : _HANDLE.size + n].decode(), body[_HANDLE.size + n :]
+            parts_of(address)
+        except (ValueError, IndexError, struct.error):
             raise LaunchError(f"the handle {text[:24]!r}... is not whole: it has {len(text)} characters") from None
-        return Handle(number, process, host, body[_HANDLE.size + n :])
+        return Handle(number, process, host, address)
 
     @property
     def words(self) -> str:

@@ -550,6 +550,15 @@ def _largest(parts: Sequence[bytes]) -> int:
 # ---------------------------------------------------------------------------------------------------------- the world
 
 
+def parts_of(address: bytes) -> tuple[bytes, ...]:
+    """The addresses of UCX in what `World.address` returns. Raises ValueError, IndexError or struct.error."""
+    lengths = struct.unpack_from(f"<{address[0]}H", address, 1)
+    ends = [1 + 2 * len(lengths) + sum(lengths[: k + 1]) for k in range(len(lengths))]
+    if not all(lengths) or not lengths or ends[-1] != len(address):
+        raise ValueError("these are no addresses")
+    return tuple(address[end - n : end] for n, end in zip(lengths, ends, strict=True))
+
+
 class World:
     """What UCX is in this process: its worker, the peers to which it has connected, and the ranks of COMM_WORLD."""
 
@@ -583,10 +592,7 @@ class World:
 
     def connect(self, address: bytes, host: str, there: int) -> int:
         """The number of a new peer, which counts this process as `there`."""
-        lengths = struct.unpack_from(f"<{address[0]}H", address, 1)
-        ends = [1 + 2 * len(lengths) + sum(lengths[: k + 1]) for k in range(len(lengths))]
-        parts = tuple(address[end - n : end] for n, end in zip(lengths, ends, strict=True))
-        number: int = self.worker.connect(parts, there)
+        number: int = self.worker.connect(parts_of(address), there)
         self.hosts[number] = host
         return number
 

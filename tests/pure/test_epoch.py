@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import base64
+import struct
 
 import pytest
 
 from fompi.base.errors import LaunchError
 from fompi.mpi.epoch import HERE, PREFIX, Handle, Word
 
-HANDLE = Handle(bytes(range(16)), 1234, "h\u00f6st", bytes(range(256)))
+ADDRESS = struct.pack("<BHH", 2, 3, 250) + bytes(253)
+HANDLE = Handle(bytes(range(16)), 1234, "h\u00f6st", ADDRESS)
 
 
 def test_a_handle_is_a_string_of_one_word():
@@ -49,6 +51,12 @@ def test_what_is_no_handle_is_refused(text, why):
 def test_a_handle_that_says_nothing():
     with pytest.raises(LaunchError, match="is not whole"):
         Handle.of(PREFIX + base64.urlsafe_b64encode(b"\0\0\0\0").decode())
+
+
+@pytest.mark.parametrize("address", [b"", b"\0", b"\1\0\0", ADDRESS[:-1], ADDRESS + b"x", bytes(range(200))])
+def test_a_handle_with_another_address_is_refused(address):
+    with pytest.raises(LaunchError, match="is not whole"):
+        Handle.of(str(HANDLE._replace(address=address)))
 
 
 def test_words():
