@@ -28,7 +28,7 @@ def test_a_part_of_a_handle_is_refused(n):
 
 def test_a_changed_handle_is_refused():
     text = str(HANDLE)
-    for at in range(len(PREFIX), len(text), 7):
+    for at in range(len(PREFIX), len(text) - 4, 7):  # the last bits of the base64 may mean nothing
         with pytest.raises(LaunchError, match="is not whole"):
             Handle.of(text[:at] + ("A" if text[at] != "A" else "B") + text[at + 1 :])
 
