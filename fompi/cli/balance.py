@@ -11,7 +11,7 @@ from fompi.cli.output import show_json, show_parts
 from fompi.planner.balance import TASKS, TRAINED
 from fompi.planner.layers import MODELS
 
-EXAMPLE = "{} balance --machine laptops --model llama-1b --plot shares.svg"
+EXAMPLE = "{} balance --machine laptops --model llama-1b"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -122,9 +122,10 @@ def _within(phase: Phase, limits: Sequence[float], seconds: float) -> list[Count
     fine, found = states.get(tuple(coarse), (-1, ()))
     if fine < finest:
         return None
-    dealt, rest = [*found], fine - finest
-    for rank, (*own, n) in reversed([*enumerate(found)]):  # what is too much, from the last rank on
-        dealt[rank], rest = (*own, n - min(rest, n)), rest - min(rest, n)
+    dealt: list[Counts] = [*found]
+    rest = fine - finest
+    for rank, (*few, n) in reversed([*enumerate(found)]):  # what is too much, from the last rank on
+        dealt[rank], rest = (*few, n - min(rest, n)), rest - min(rest, n)
     return dealt
 
 
