@@ -232,7 +232,7 @@ def balance(
     that of weights and activations.
 
     Raises LayoutError for numbers out of range, and if the model does not fit into the memory of the ranks. Raises
-    PackageError if disks are read, and SciPy is missing.
+    PackageError if memory decides, and SciPy is missing.
     """
     machine, (name, sizes) = Machine.of(machine), model_of(model)
     ranks = max(map(len, (machine.speeds, machine.memories))) if ranks is None else ranks
@@ -321,11 +321,9 @@ class _Stages:
         # what a message to a rank takes, by its slowest link; the last rank samples: one integer of each row returns
         nbytes, sampled = costs.rows * costs.model.hidden * costs.item, 4 * costs.sampled
         links = [[costs.links.link(a, b) for a in everyone if a != b] for b in everyone]
-        ways = 2 if costs.trains else 1
+        ways, returns = (2, 0) if costs.trains else (1, 1)
         self.hops = [max((ways * link.seconds(nbytes) for link in each), default=0.0) for each in links]
-        self.back = (
-            0.0 if costs.trains else max((link.seconds(sampled) for each in links for link in each), default=0.0)
-        )
+        self.back = returns * max((link.seconds(sampled) for each in links for link in each), default=0.0)
 
     def nbytes(self, rank: int, first: int, end: int) -> float:
         """The bytes of a stage. In training it keeps the activations of as many sequences as stages may follow."""

@@ -481,7 +481,7 @@ def surroundings():
         ("--latency 9mbit,5ms", "write it as 5ms or 5ms,0.1%, and the rate as --rate 9mbit"),
         ("--latency 2000ms", "at most 1000ms"),
         ("--latency 5ms,60%", "at most 50%"),
-        ("--cores 1,0.5", "4 hosts but 2 numbers of cores"),
+        ("--hosts 4 --cores 1,0.5", "4 hosts but 2 numbers of cores"),
         ("--cores 1,0.5,half,1", "'half' is no number of cores"),
         ("--cores 1,0,1,1", "'0' is no number of cores: write it as 0.5, from 0.01 on"),
         ("--at 1_h1_0.5cores", "only a host has cores that could change: start with --cores 1,1"),
