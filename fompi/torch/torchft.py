@@ -54,8 +54,7 @@ class ProcessGroupFompi(Reconfigurable, ProcessGroup):
         try:
             self._join(store_addr, self._exchanged(store_addr, rank, world_size), max(0.0, end - perf_counter()))
         except (MismatchError, PeerError, WaitTimeout, DistError) as error:
-            self._leave(f"the quorum {store_addr} was not connected: {error}")
-            self._error = error
+            self._fail(f"the quorum {store_addr} was not connected", error)
 
     def _exchanged(self, store_addr: str, rank: int, world_size: int) -> Sequence[str]:
         """The handles of all members."""
@@ -73,6 +72,11 @@ class ProcessGroupFompi(Reconfigurable, ProcessGroup):
         super()._use(comm)
         self._error = None
 
+    def _fail(self, what: str, error: BaseException) -> None:
+        """Leave the members, so that nothing is in flight any more when the next step begins."""
+        self._leave(f"{what}: {error}")
+        self._error = error
+
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         try:
             work = super().allreduce(tensors, opts, timeout)
@@ -89,12 +93,9 @@ class ProcessGroupFompi(Reconfigurable, ProcessGroup):
     def getBackendName(self) -> str:
         return "torchft-fompi"
 
-    def __repr__(self) -> str:
-        return f"ProcessGroupFompi(rank {self.rank()} of {self.size()})"
-
 
 class ManagedSum(private.WORK):
-    """A sum in flight. Its group notes the error by which it ends."""
+    """A sum in flight. If it ends by an error, its group notes the error and has no members any more."""
 
     def __init__(self, group: ProcessGroupFompi, work: Work):
         super().__init__()
@@ -105,7 +106,7 @@ class ManagedSum(private.WORK):
             self._work.wait(timeout)
         except DistBackendError as error:
             if self._group.comm is self._comm:
-                self._group._error = error
+                self._group._fail("a sum has failed", error)
         return True
 
     def synchronize(self) -> None:

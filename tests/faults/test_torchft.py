@@ -142,6 +142,7 @@ ALONE = textwrap.dedent("""
     import torch
     import torch.distributed as dist
     import fompi
+    from fompi.torch import creation
     from fompi.torch.torchft import ProcessGroupFompi
 
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -175,6 +176,11 @@ ALONE = textwrap.dedent("""
     group.set_timeout(timedelta(seconds=1))
     assert group.comm.channel.timeout == 1.0 and group.getBackendName() == "torchft-fompi"
     group.shutdown()
+
+    kind = dict(enable_reconfigure=True, group_rank=0, group_size=1, group_id="first", timeout=timedelta(seconds=9))
+    creation.create(SimpleNamespace(**kind, global_ranks_in_group=[], store=store))
+    dist.init_process_group("fompi", store=store, rank=0, world_size=1)
+    assert creation._prepare_wrappers.cache_info().currsize == 1  # also if another group was the first one
     print("all right")
 """)
 
