@@ -177,6 +177,7 @@ WRONG = {
     "bench --device software --like 64": "a shape is M,K,N",
 }
 MISSPELT = {
+    "check allreduce.xml": "check is a tool of a checkout: python tools/check FILE",
     "paln": "invalid choice: 'paln'",
     "--json": "the following arguments are required: COMMAND",
     "plan all_gathr 64x4 --ranks 4": "invalid choice: 'all_gathr'",
