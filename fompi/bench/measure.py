@@ -91,7 +91,7 @@ class Bench:
 
     @property
     def mpi(self) -> Any:
-        """The communicator of mpi4py. With FOMPI_CARRIER=ucx under mpirun, it is the one by which the ranks have met."""
+        """The communicator of mpi4py. With FOMPI_CARRIER=ucx under mpirun: the one by which the ranks have met."""
         return self.comm.link.comm if self.comm.size == 1 else beside_ucx(self.comm.link.comm)
 
     def each(self, items: Sequence[T], name: Callable[[T], str] = str) -> Iterator[T]:
