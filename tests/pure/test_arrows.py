@@ -33,10 +33,7 @@ NOT_FOR_RUNTIME = {"schedules", "planner"}
 
 FOREIGN = {
     "mpi4py": {"mpi/transport.py", "lab/links.py"},
-    "torch": {
-        "torch",
-        "bench/c10d.py",
-    },
+    "torch": {"torch"},
     "jax": {"jax"},
     "matplotlib": {"bench/table.py", "cli/picture.py"},
     "rich": {"cli/output.py"},
