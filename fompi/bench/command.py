@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import fompi
 from fompi.base.errors import FompiError
@@ -21,8 +20,11 @@ from fompi.tuning.rounds import Row
 
 EXAMPLE = "{} bench overhead --quick"
 
-SUITES = ("collectives", "fused", "c10d", "overhead")
+SUITES = ("fused", "overhead")
 """Each is a module of this room. A suite has `rows(bench) -> list[Row]`, and `rows_on_device(bench)` if it can."""
+
+MOVED = ("collectives", "c10d")
+"""Suites that the package does not have any more."""
 
 DEVICES = ("cuda", "software")
 """What `--device` may be."""
@@ -34,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--like", metavar="M,K,N", help="with --device: the shape of fused operations")
     parser.add_argument(
-        "--device", choices=DEVICES, help="on buffers of a device: fused (or no suite), collectives, a file's suite"
+        "--device", choices=DEVICES, help="on buffers of a device: fused (or no suite), or the suite of a file"
     )
     parser.add_argument("--ranks", type=int, default=2, help="outside of mpirun: how many to start (2)")
     parser.add_argument("--rounds", type=int, default=15, help="rounds in which every contestant runs (15)")
@@ -94,27 +96,20 @@ def suite_name(text: str) -> str:
     """The name of a suite, or that of a Python file."""
     if text in SUITES or text.endswith(".py"):
         return text
+    if text in MOVED:
+        raise argparse.ArgumentTypeError(f"{text} is a suite of a checkout: fompi bench tools/suites/{text}.py")
     raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(SUITES)}, a file SUITE.py)")
 
 
 def rows_of_suite(name: str, on_device: bool) -> Callable[[Bench], list[Row]]:
-    """What measures the rows of a suite. Raises FompiError if it cannot be imported, or has no such rows."""
+    """What measures the rows of a suite. Raises FompiError if its file cannot be run, or has no such rows."""
     wanted = "rows_on_device" if on_device else "rows"
-    rows = names_of(name).get(wanted)
+    names = vars(import_module(f"fompi.bench.{name}")) if name in SUITES else run_file(name, "bench")
+    rows = names.get(wanted)
     if rows is None:
         raise FompiError(f"bench {name}: the suite has no {wanted}(bench)")
     made: Callable[[Bench], list[Row]] = rows
     return made
-
-
-def names_of(name: str) -> Mapping[str, Any]:
-    """The names that the module of a suite defines. It may compare with a package that is not installed."""
-    if name not in SUITES:
-        return run_file(name, "bench")
-    try:
-        return vars(import_module(f"fompi.bench.{name}"))
-    except ModuleNotFoundError as error:
-        raise FompiError(f"bench {name} needs {error.name}, which is not installed: pip install {error.name}") from None
 
 
 def place_of(comm: fompi.Communicator, device: str | None) -> HostPlace:

@@ -17,7 +17,7 @@ import numpy as np
 from fompi.backends.cuda import backend_of
 from fompi.base.errors import WaitTimeout
 from fompi.bench.cluster import TcpHosts
-from fompi.bench.measure import MIB, Call, HostPlace
+from fompi.bench.measure import Call, HostPlace
 from fompi.engine.communicator import Communicator
 from fompi.runtime.default_device import device_for
 
@@ -32,7 +32,6 @@ class DevicePlace(HostPlace):
         self.backend = backend_of(self.device)
         self.is_software = kind == "software"
         self.marks = (NOT_A_GPU,) if self.is_software else ()
-        self.totals = (MIB,) if self.is_software else (4 * MIB, 64 * MIB, 256 * MIB)
 
     def array(self, a: np.ndarray) -> Any:
         return self.device.array(a)

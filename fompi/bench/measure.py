@@ -21,10 +21,8 @@ from fompi.plans.plan import Plan
 from fompi.tuning.rounds import (
     TOLERANCE,
     Row,
-    WrongResult,
     alternate,
     checked,
-    of_all_ranks,
     relative_error,
 )
 
@@ -33,8 +31,6 @@ T = TypeVar("T")
 Call = Callable[[], Any]
 
 Calls = Mapping[str, Call]
-
-MIB = 1 << 20
 
 DEFAULT = "fompi, default schedule"
 """The contestant that is called as a user calls it: without binding, without naming a schedule."""
@@ -45,8 +41,6 @@ class HostPlace:
 
     device: Any = None
     backend: Any = None
-    totals: Sequence[int] = (4 * MIB, 16 * MIB, 64 * MIB)
-    """The sizes of collectives, in bytes of the global tensor."""
     marks: Sequence[str] = ()
     is_software = False
 
@@ -132,13 +126,6 @@ class Bench:
             return relative_error(self.place.read(y), reference)
 
         return checked(self.mpi, calls, error, tolerance)
-
-    def compare(self, name: str, ours: Sequence[Any], theirs: Sequence[Any], limit: float = 1e-3) -> None:
-        """Raise WrongResult on all ranks if tensors of torch differ by more than `limit` of the largest on one."""
-        error = max(float(((a - b).abs().max() / b.abs().max()).detach()) for a, b in zip(ours, theirs, strict=True))
-        worst = float(of_all_ranks(self.mpi, np.array([error])).max())
-        if not worst < limit:
-            raise WrongResult(f"fompi and {name} differ by {worst:.2g} of the largest element")
 
     def bound(self, held: ExitStack, made: Plan, **given: Any) -> Any:
         """The plan bound to these tensors, until `held` closes it."""

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from commands import ROOT
 
+import collectives
 import peers
 import plain_mpi
-from fompi.bench import collectives, device, fused
+from fompi.bench import device, fused
 from fompi.bench.cases import KERNEL
 from fompi.bench.measure import DEFAULT
 from fompi.bench.rivals.library import OPERATIONS
@@ -46,10 +47,11 @@ def test_peers(mpirun, tmp_path):
 @pytest.mark.timeout(100)
 def test_collectives(mpirun):
     """With --json, standard output holds nothing but JSON."""
-    done = mpirun(2, "-m", "fompi", "bench", "collectives", "--quick", "--rounds", "2", "--json", seconds=90)
+    suite = f"{SUITES}/collectives.py"
+    done = mpirun(2, "-m", "fompi", "bench", suite, "--quick", "--rounds", "2", "--json", seconds=90)
     assert done.returncode == 0, done.output
     read = json.loads(done.stdout)
-    assert read["about"]["mpi"] and read["about"]["command"].startswith("python -m fompi bench collectives")
+    assert read["about"]["mpi"] and read["about"]["command"].startswith(f"python -m fompi bench {suite}")
     assert [row["what"] for row in read["rows"]] == [
         f"{name} of 4 MiB" for name in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
     ]
@@ -57,7 +59,7 @@ def test_collectives(mpirun):
 
 
 DEVICE_SUITES = {
-    "collectives": [*collectives.OPERATIONS],
+    f"{SUITES}/collectives.py": [*collectives.OPERATIONS],
     f"{SUITES}/parallel.py": ["TP+SP", "ring", "Ulysses", "mixture"],
     f"{SUITES}/step.py": ["a", "a"],
 }
@@ -101,24 +103,20 @@ def test_device(mpirun, tmp_path):
     assert done.returncode == 2 and ("there is no CUDA" in done.output or "needs CuPy" in done.output)
 
 
-def place_of(suite):
-    return f"{SUITES}/{suite}" if suite.endswith(".py") else suite
-
-
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("ranks", "suites"),
-    [(2, {"parallel.py": 12, "step.py": 1, "ddp.py": 1, "c10d": 14, "train.py": 4}), (3, {"decode.py": 3})],
+    [(2, {"parallel.py": 12, "step.py": 1, "ddp.py": 1, "c10d.py": 14, "train.py": 4}), (3, {"decode.py": 3})],
     ids=["2 ranks", "3 ranks"],
 )
 def test_strategies(mpirun, tmp_path, ranks, suites):
     """Each row has fompi, its rivals and the compute alone, all timed. On one host no figure is judged."""
-    found = together(mpirun, tmp_path, ranks, [f"{place_of(suite)} --quick --rounds 1" for suite in suites], 220)
+    found = together(mpirun, tmp_path, ranks, [f"{SUITES}/{suite} --quick --rounds 1" for suite in suites], 220)
     for (suite, count), rows in zip(suites.items(), found.values(), strict=True):
         assert len(rows) == count, suite
         for row in rows:
             assert all(min(samples) > 0 for samples in row["samples"].values()) and len(row["samples"]) >= 2
-            assert row["figures"] and (suite in ("c10d", "decode.py") or row["reached"] is None)
+            assert row["figures"] and (suite in ("c10d.py", "decode.py") or row["reached"] is None)
             assert "fompi" in row["progress"]
 
 
@@ -257,7 +255,7 @@ def test_a_shape_as_json(mpirun):
         ("try 0,8,8", "fompi: '0,8,8': each size must be an integer >= 1"),
         ("try 90000000,90000000,8", "fompi: Unable to allocate"),
         ("bench fused --quick --row nothing", "fompi: bench fused: no row has 'nothing' in its name"),
-        ("bench c10d --device software", "fompi: bench c10d: the suite has no rows_on_device(bench)"),
+        ("bench overhead --device software", "fompi: bench overhead: the suite has no rows_on_device(bench)"),
         ("bench nowhere.py", "fompi: bench nowhere.py: No such file or directory"),
         ("bench fused --quick --plot rows.pdf", "fompi: rows.pdf: a picture is SVG or PNG"),
         ("bench fused --quick --json /no/such/folder/rows.json", "No such file or directory"),
@@ -288,14 +286,14 @@ def test_an_error_on_one_rank_ends_a_benchmark(mpirun, tmp_path):
     """While the others measure: the line of that rank is printed, and no process is left."""
     script = tmp_path / "one.py"
     script.write_text(
-        "import sys\nimport fompi\nfrom fompi.__main__ import main\nfrom fompi.bench import collectives\n"
+        "import sys\nimport fompi\nfrom fompi.__main__ import main\nfrom fompi.bench import overhead\n"
         "from fompi.tuning.rounds import WrongResult, meet\n"
         "def rows(bench):\n"
         "    if bench.comm.rank == 1:\n"
         "        raise WrongResult('something is wrong')\n"
         "    meet(bench.mpi)\n"
-        "collectives.rows = rows\n"
-        "sys.exit(main(['bench', 'collectives']))\n"
+        "overhead.rows = rows\n"
+        "sys.exit(main(['bench', 'overhead']))\n"
     )
     done = mpirun(2, script, seconds=40)
     assert done.returncode != 0 and not done.timed_out and not done.left_behind, done.output

@@ -180,14 +180,16 @@ WRONG = {
     "bench --device software --like 64": "a shape is M,K,N",
 }
 MISSPELT = {
+    "check allreduce.xml": "check is a tool of a checkout: python tools/check FILE",
     "paln": "invalid choice: 'paln'",
     "--json": "the following arguments are required: COMMAND",
     "plan all_gathr 64x4 --ranks 4": "invalid choice: 'all_gathr'",
     "plan all_gather 64x4": "the following arguments are required: --ranks",
     "plan all_gather 64x4 --ranks four": "invalid int value: 'four'",
-    "bench collectives --rounds 0": "--rounds and --ranks are 1 or more",
+    "bench overhead --rounds 0": "--rounds and --ranks are 1 or more",
     "bench --like 64,64,64": "`try M,K,N` is for the host",
-    "bench": " bench: name a suite (collectives, ",
+    "bench": " bench: name a suite (fused, ",
+    "bench c10d": "c10d is a suite of a checkout: fompi bench tools/suites/c10d.py",
     "bench everything": "invalid choice: 'everything'",
     "try": "the following arguments are required: M,K,N",
     "try 64,64,64 --ranks 1": "--ranks 1: give 2 or more, one rank has no messages to hide",

@@ -80,6 +80,6 @@ def test_a_plot(rows, tmp_path, name, begins):
 def test_a_plot_without_matplotlib_is_refused_before_measuring(tmp_path):
     """An entry None in sys.modules makes the import fail."""
     code = "import sys; sys.modules['matplotlib'] = None; from fompi.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "bench", "collectives", "--plot", str(tmp_path / "x.png")]
+    command = [sys.executable, "-c", code, "bench", "overhead", "--plot", str(tmp_path / "x.png")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
     assert done.returncode == 2 and "pip install matplotlib" in done.stderr and "Traceback" not in done.stderr

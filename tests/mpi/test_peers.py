@@ -9,11 +9,11 @@ from time import perf_counter, sleep
 import numpy as np
 import pytest
 
+import collectives
 import fompi
 import peers
 import plain_mpi
 from fompi.base.errors import LayoutError
-from fompi.bench import collectives
 from fompi.bench.cases import FusedCase
 from fompi.bench.cluster import TcpHosts
 from fompi.bench.measure import DEFAULT, Bench

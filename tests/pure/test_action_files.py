@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
+from action_files import judge, lists_actions
 from fompi.base.errors import PlanError
 from fompi.base.file_checks import decoded
-from fompi.parallel.action_files import judge, lists_actions
 from fompi.parallel.actions import Action, actions, needs, parts
 
 CASES = (("1f1b", 2, 4, 1), ("gpipe", 3, 2, 1), ("interleaved", 2, 4, 2), ("zbv", 3, 4, 2), ("zb-h1", 3, 3, 1),

@@ -17,7 +17,7 @@ from fompi.base.doors import DOORS, Doors, closed
 
 HOUSE = Path(fompi.__file__).resolve().parent
 
-PURE = ("base", "plans", "schedules", "traces", "model", "planner", "foreign")
+PURE = ("base", "plans", "schedules", "traces", "model", "planner")
 """The pure rooms need only Python: no MPI and no arrays."""
 
 RUNTIME = ("tensors", "native", "backends", "mpi", "engine", "members", "runtime")
@@ -29,14 +29,11 @@ FRONT = ("ops", "tuning", "parallel", "torch", "jax", "lab", "hosts", "cli", "be
 ROOMS = (*PURE, *RUNTIME, *FRONT)
 """All rooms in order. A file may import from its own room and from the rooms before it."""
 
-NOT_FOR_RUNTIME = {"schedules", "planner", "foreign"}
+NOT_FOR_RUNTIME = {"schedules", "planner"}
 
 FOREIGN = {
     "mpi4py": {"mpi/transport.py", "lab/links.py"},
-    "torch": {
-        "torch",
-        "bench/c10d.py",
-    },
+    "torch": {"torch"},
     "jax": {"jax"},
     "matplotlib": {"bench/table.py", "cli/picture.py"},
     "rich": {"cli/output.py"},

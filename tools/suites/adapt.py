@@ -16,9 +16,9 @@ from functools import partial
 from typing import Any
 
 import fompi
+from collectives import MIB, problem_of
 from fompi.base.errors import StateError
-from fompi.bench.collectives import problem_of
-from fompi.bench.measure import MIB, Bench, repeated
+from fompi.bench.measure import Bench, repeated
 from fompi.tuning.calibrate import calibrate
 from fompi.tuning.rounds import Figure, Row, meet
 from planner import explained_for

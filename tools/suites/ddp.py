@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 import fompi
-from fompi.bench.c10d import beside_torch
+from c10d import beside_torch, compare
 from fompi.bench.measure import Bench, Call, repeated
 from fompi.engine.communicator import Communicator
 from fompi.torch import DistributedDataParallel
@@ -83,7 +83,7 @@ def measured(bench: Bench, group: Any, model: Blocks) -> Row:
     calls[KERNELS] = partial(repeated, backward, repeats)
     calls[BESIDE] = partial(messages, calls[KERNELS])
     for name in (GROUP, OURS):
-        bench.compare(f"gloo and {name}", steps[name].gradients, steps[GLOO].gradients)
+        compare(bench, f"gloo and {name}", steps[name].gradients, steps[GLOO].gradients)
     seconds.clear()
     samples = bench.times(calls)
     host = median([a - b for a, b in zip(samples.pop(BESIDE), samples.pop(KERNELS), strict=True)])

@@ -28,8 +28,8 @@ import numpy as np
 import torch
 
 import fompi
+from c10d import beside_torch, compare
 from fompi.base.layout import split
-from fompi.bench.c10d import beside_torch
 from fompi.bench.measure import Bench, Call, Calls
 from fompi.engine.communicator import Communicator
 from fompi.mpi.transport import start_mpi
@@ -145,7 +145,7 @@ class Decoder:
 def _row(bench: Bench, what: str, calls: Calls) -> Row:
     results = {name: call() for name, call in calls.items()}
     for name, result in results.items():
-        bench.compare(name, [result], [results[GLOO]])
+        compare(bench, name, [result], [results[GLOO]])
     return bench.row(what, calls, base=OURS)
 
 

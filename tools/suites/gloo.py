@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import distributed
 
-from fompi.bench.c10d import start_gloo
+from c10d import start_gloo
 from fompi.bench.rivals.library import Array
 from sliced import Sliced
 

@@ -31,9 +31,9 @@ from typing import NamedTuple
 import numpy as np
 
 import fompi
+from collectives import MIB, problem_of
 from fompi.bench.cases import KERNEL, FusedCase, grid, kernel_of
-from fompi.bench.collectives import problem_of
-from fompi.bench.measure import MIB, Bench, specs
+from fompi.bench.measure import Bench, specs
 from fompi.bench.rivals.library import OPERATIONS
 from fompi.model.fit import product_seconds, slowed
 from fompi.model.lower_bound import lower_bound

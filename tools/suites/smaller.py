@@ -131,7 +131,7 @@ def _step(bench: Bench) -> Row:
         return bench.row_of("DDP, int8", {}, absent={"gloo": "torch is not installed"})
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-    from fompi.bench.c10d import beside_torch
+    from c10d import beside_torch
     from fompi.torch.comm_hook import wire
     from train import FULL, QUICK
     from training import data_parallel

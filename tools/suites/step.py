@@ -29,7 +29,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import gelu
 
-from fompi.bench.c10d import beside_torch
+from c10d import beside_torch, compare
 from fompi.bench.measure import Bench, Call
 from fompi.parallel.data import SGD, DataParallel
 from fompi.torch import DistributedDataParallel, Pipeline
@@ -69,7 +69,7 @@ def averaged(bench: Bench) -> Row:
         call()
     ours, *others, _ = calls
     for name in others:
-        bench.compare(name, calls[ours].gradients, calls[name].gradients)
+        compare(bench, name, calls[ours].gradients, calls[name].gradients)
     return evaluated(bench, "data parallel", calls, MODEL.flops, MODEL.rows * bench.comm.size)
 
 
@@ -87,7 +87,7 @@ def sharded(bench: Bench) -> Row:
         for call in calls.values():
             call()
         whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in theirs.modules[0].parameters()]
-        bench.compare("FSDP2", [dp[name].clone() for name in params], whole)
+        compare(bench, "FSDP2", [dp[name].clone() for name in params], whole)
         return evaluated(bench, "parameters sharded", calls, MODEL.flops, MODEL.rows * bench.comm.size)
 
 
@@ -141,7 +141,7 @@ def pipelines(bench: Bench) -> Row:
         mine()
         rival()
         scaled = [g / MICROBATCHES for g in mine.gradients]  # torch's schedules divide by the micro-batches
-        bench.compare(_rival(name), scaled, rival.gradients)
+        compare(bench, _rival(name), scaled, rival.gradients)
     calls[COMPUTE] = TorchStep(partial(_all_microbatches, task.model, parts, task.loss), [task.model])
     row = evaluated(bench, "pipeline", calls, model.flops, model.rows)
     for pipe in pipes:

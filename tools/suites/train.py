@@ -22,7 +22,7 @@ from typing import Any
 from torch import distributed
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from fompi.bench.c10d import beside_torch
+from c10d import beside_torch, compare
 from fompi.bench.measure import Bench
 from fompi.tuning.rounds import Row
 from training import Gpt, TorchStep, data_parallel, fully_sharded, pipelined
@@ -52,7 +52,7 @@ def _row(bench: Bench, way: str, groups: dict[str, Any]) -> Row:
     steps = {name: _step(bench, way, group) for name, group in groups.items()}
     for step in steps.values():
         step()
-    bench.compare(way, steps[OURS].gradients, steps[GLOO].gradients, WITHIN_HALF if "fp16" in way else WITHIN)
+    compare(bench, way, steps[OURS].gradients, steps[GLOO].gradients, WITHIN_HALF if "fp16" in way else WITHIN)
     row = bench.row(way, steps, base=OURS)
     return replace(row, figures=[row.ratio(GLOO, OURS, least=bench.asked(LEAST[way]))])
 

@@ -19,7 +19,7 @@ from itertools import islice
 from types import MappingProxyType
 from typing import NamedTuple
 
-from fompi.foreign.algorithm import Algorithm, Connection, Region, ScheduleError, Step, StepKey, Term, Thread
+from algorithm import Algorithm, Connection, Region, ScheduleError, Step, StepKey, Term, Thread
 
 SLOTS = (1, 2, 4, 8)
 """How many messages a connection may hold, before its sender waits. With more than the last of these none is right."""

@@ -1,4 +1,6 @@
-"""The verbs of torch.distributed over gloo and over fompi, and MPI's own: mpirun -n 2 python -m fompi bench c10d
+"""The verbs of torch.distributed over gloo and over fompi, and MPI's own.
+
+    mpirun -n 2 python -m fompi bench tools/suites/c10d.py
 
 | contestant | what it is                                                                                      |
 |------------|-------------------------------------------------------------------------------------------------|
@@ -11,7 +13,7 @@ A size is that of the larger tensor of a rank, in bytes. The results of fompi ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -25,7 +27,7 @@ from torch import distributed as dist
 from fompi.bench.measure import Bench, repeated
 from fompi.engine.communicator import Communicator
 from fompi.torch.autoload import register
-from fompi.tuning.rounds import Figure, Row, difference
+from fompi.tuning.rounds import Figure, Row, WrongResult, difference, of_all_ranks
 
 SIZES = (64, 1 << 10, 1 << 14, 1 << 16, 1 << 20, 1 << 24, 100_000_000)
 QUICK_SIZES = (1 << 10,)
@@ -69,6 +71,14 @@ def beside_torch(bench: Bench) -> Iterator[tuple[Bench, Any]]:
         dist.destroy_process_group()
 
 
+def compare(bench: Bench, name: str, ours: Sequence[Any], theirs: Sequence[Any], limit: float = WITHIN) -> None:
+    """Raise WrongResult on all ranks if tensors of torch differ by more than `limit` of the largest on one."""
+    error = max(float(((a - b).abs().max() / b.abs().max()).detach()) for a, b in zip(ours, theirs, strict=True))
+    worst = float(of_all_ranks(bench.mpi, np.array([error])).max())
+    if not worst < limit:
+        raise WrongResult(f"fompi and {name} differ by {worst:.2g} of the largest element")
+
+
 def rows(bench: Bench) -> list[Row]:
     sizes = QUICK_SIZES if bench.quick else SIZES
     cases = [(verb, size) for verb in VERBS for size in ((0,) if verb == "barrier" else sizes)]
@@ -90,7 +100,7 @@ def measured(bench: Bench, group: Any, what: str, verb: str, nbytes: int) -> Row
     for call in calls.values():
         call()
     if theirs():
-        bench.compare(GLOO, mine(), theirs(), WITHIN_HALF if verb in HALVES else WITHIN)
+        compare(bench, GLOO, mine(), theirs(), WITHIN_HALF if verb in HALVES else WITHIN)
     library = of_library(bench.mpi, verb, nbytes)
     if library is not None:
         calls[LIBRARY] = library

@@ -1,4 +1,6 @@
-"""Plain collectives against the link and the MPI library's own: mpirun -n 4 python -m fompi bench collectives
+"""Plain collectives against the link and the MPI library's own.
+
+    mpirun -n 4 python -m fompi bench tools/suites/collectives.py
 
 | operation        | x on each rank | result on each rank | bytes that each rank sends  |
 |------------------|----------------|---------------------|-----------------------------|
@@ -23,12 +25,14 @@ from typing import Any
 import numpy as np
 
 import fompi
-from fompi.bench.measure import DEFAULT, MIB, Bench, Call
+from fompi.bench.measure import DEFAULT, Bench, Call, HostPlace
 from fompi.bench.rivals.library import of_mpi
 from fompi.schedules.registry import can_move
 from fompi.tuning.rounds import Row
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
+
+MIB = 1 << 20
 
 COLUMNS = 256
 """Columns of every tensor, in float32."""
@@ -54,6 +58,13 @@ CANDIDATES: dict[str, dict[str, Any]] = {
 }
 
 
+def totals_of(place: HostPlace) -> tuple[int, ...]:
+    """The bytes of the global tensor, row by row."""
+    if place.is_software:
+        return (MIB,)
+    return (4 * MIB, 16 * MIB, 64 * MIB) if place.device is None else (4 * MIB, 64 * MIB, 256 * MIB)
+
+
 def rows(bench: Bench) -> list[Row]:
     return _rows(bench, measured)
 
@@ -63,7 +74,7 @@ def rows_on_device(bench: Bench) -> list[Row]:
 
 
 def _rows(bench: Bench, measure: Callable[..., Row]) -> list[Row]:
-    totals = bench.place.totals[: 1 if bench.quick else None]
+    totals = totals_of(bench.place)[: 1 if bench.quick else None]
     return bench.rows(
         {_title(*case): partial(measure, operation=case[0], total=case[1]) for case in product(OPERATIONS, totals)}
     )

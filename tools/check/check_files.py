@@ -1,25 +1,40 @@
-"""`fompi check`: is a schedule that another system wrote right? With --run it is run as a plan, under mpirun."""
+"""Is a schedule that another system wrote right? Judge its file; with --run run it as a plan, under mpirun.
+
+It finds a message that nobody takes, threads that wait for each other in a circle, two threads at one chunk, a chunk
+that is read before it is written, a term that is missing or there twice. Of a right one it says what a rank sends, how
+many messages follow each other, how many a connection must hold, and the time on a --machine. Of the actions of a
+pipeline (CSV): work that is missing or there twice, a deadlock, and messages that are missing, too early, too late, or
+in another order than they are taken; if it is right, how long ranks are idle.
+
+| file              | what it has                                                                            |
+|-------------------|----------------------------------------------------------------------------------------|
+| `algorithm.py`    | what a schedule of MSCCL is: threads of steps on each rank, a queue for each connection |
+| `msccl.py`        | reads its XML                                                                           |
+| `proof.py`        | whether it ends, whether two threads touch a chunk at once, and what the result holds   |
+| `translate.py`    | the same as a Plan, which is verified once more, simulated, and run                     |
+| `action_files.py` | the CSV of `torch.distributed.pipelining`, and what is proven of it                     |
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import fompi
+import msccl
+from action_files import FileVerdict, judge, lists_actions
+from algorithm import ScheduleError
 from fompi.base import file_checks
-from fompi.base.errors import LayoutError, PlanError
+from fompi.base.errors import FompiError, LayoutError, PlanError
 from fompi.cli import plan
-from fompi.cli.output import show_json
-from fompi.foreign import msccl
-from fompi.foreign.algorithm import ScheduleError
-from fompi.foreign.proof import check
-from fompi.foreign.translate import plan_of
+from fompi.cli.main import Parser
+from fompi.cli.output import first_rank_only, show_json
 from fompi.model.machine import Machine
-from fompi.parallel.action_files import FileVerdict, judge, lists_actions
-
-EXAMPLE = "{} check allreduce_ring.xml --machine h100-nvlink --nbytes 1000000"
+from proof import check
+from translate import plan_of
 
 LEAST_SENT = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
@@ -53,20 +68,38 @@ class Checked(NamedTuple):
         return "\n".join([f"{self.file}: {verdict}: {self.what}", *(f"  {line}" for line in more)])
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    words = "the XML of MSCCL, as RCCL and msccl-tools have it, or the CSV of torch.distributed.pipelining"
-    parser.add_argument("files", nargs="+", metavar="FILE", help=words)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 1 if a schedule is wrong, 2 for an error, which is one line. Rank 0 prints."""
+    with first_rank_only():
+        try:
+            return _run(_parser().parse_args(arguments))
+        except (FompiError, OSError, MemoryError) as error:
+            print(f"check: {error or type(error).__name__}", file=sys.stderr)
+            return 2
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="python tools/check",
+        description=(
+            "Is a schedule that another system wrote right? Exit status 1: one of them is not.\n"
+            "FILE: the XML of MSCCL, as RCCL and msccl-tools have it, or the CSV of torch.distributed.pipelining."
+        ),
+        epilog="for example: python tools/check allreduce_ring.xml --machine h100-nvlink --nbytes 1000000",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE")
     plan.add_machine_argument(parser)
     parser.add_argument("--nbytes", type=int, default=1 << 20, help="of the whole tensor, for times and --run (1 MiB)")
     parser.add_argument("--run", action="store_true", help="run it, for mpirun with its number of ranks")
     parser.add_argument("--json", action="store_true", help="what was found, as JSON")
+    return parser
 
 
-def run(options: argparse.Namespace) -> int:
-    """Exit status 1 if a schedule is wrong."""
+def _run(options: argparse.Namespace) -> int:
     machine = plan.machine_of(options)
     if not 1 <= options.nbytes <= 1 << 40:
-        raise fompi.PlanError(f"--nbytes {options.nbytes} must be from 1 to 2**40")
+        raise PlanError(f"--nbytes {options.nbytes} must be from 1 to 2**40")
     found = [_checked(file, machine, options.nbytes, options.run) for file in options.files]
     if options.json:
         show_json([each.values for each in found])
@@ -157,7 +190,7 @@ def _run_plan(file: str, made: fompi.Plan) -> str:
 
 
 def _actions(file: str, text: str, runs: bool) -> Checked:
-    """The actions of a pipeline (`fompi.parallel.action_files`)."""
+    """The actions of a pipeline (`action_files.py`)."""
     verdict = judge(text)
     what = f"a pipeline of {verdict.ranks} ranks, {verdict.stages} stages and {verdict.microbatches} micro-batches"
     ran = _run_actions(file, verdict) if runs and verdict.is_right else ""

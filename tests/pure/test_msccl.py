@@ -6,30 +6,30 @@ import re
 from random import Random
 
 import catalogue
-import foreign
+import msccl_schedules
 import numpy as np
 import pytest
 from twin import twin
 
 import fompi
+import msccl
+from algorithm import ScheduleError
 from fompi.backends.numpy import Numpy
-from fompi.foreign import msccl
-from fompi.foreign.algorithm import ScheduleError
-from fompi.foreign.proof import check
-from fompi.foreign.translate import plan_of
 from fompi.plans.conditions import reference
 from fompi.plans.verify import verify
+from proof import check
+from translate import plan_of
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
-@pytest.mark.parametrize("name", foreign.ALL)
+@pytest.mark.parametrize("name", msccl_schedules.ALL)
 def test_a_right_schedule(name, size):
     """It is right, its plan is verified, and has the results of the operation, also with uneven rows."""
-    algorithm = msccl.read(foreign.ALL[name](size))
+    algorithm = msccl.read(msccl_schedules.ALL[name](size))
     verdict = check(algorithm)
     assert verdict.is_right, verdict.reasons
-    assert all(foreign.runs_right(algorithm, seed, verdict.slots) for seed in range(3))
-    assert verdict.slots == 1 or not foreign.runs_right(algorithm, 0, verdict.slots // 2)
+    assert all(msccl_schedules.runs_right(algorithm, seed, verdict.slots) for seed in range(3))
+    assert verdict.slots == 1 or not msccl_schedules.runs_right(algorithm, 0, verdict.slots // 2)
     made = plan_of(algorithm, verdict, 4, (3,), "float64")
     verify(made)
     for distribution in ("even", "uneven"):
@@ -42,10 +42,10 @@ def test_a_right_schedule(name, size):
 
 
 def test_numbers():
-    verdict = check(msccl.read(foreign.ring_all_reduce(4)))
+    verdict = check(msccl.read(msccl_schedules.ring_all_reduce(4)))
     assert (verdict.moved, verdict.depth, verdict.slots) == ((6,) * 4, 6, 2)
     ring = fompi.plan("all_reduce", fompi.Spec((64,), "float32", fompi.Partial()), ranks=4, schedule="ring")
-    made = plan_of(msccl.read(foreign.ring_all_reduce(4)), verdict, 16, (), "float32")
+    made = plan_of(msccl.read(msccl_schedules.ring_all_reduce(4)), verdict, 16, (), "float32")
     assert fompi.simulate(made, "gigabit").seconds == pytest.approx(fompi.simulate(ring, "gigabit").seconds)
 
 
@@ -73,12 +73,12 @@ def spoiled(random, text):
     return text[: at.start()] + changed + text[at.end() :]
 
 
-@pytest.mark.parametrize("name", foreign.ALL)
+@pytest.mark.parametrize("name", msccl_schedules.ALL)
 def test_no_spoiled_schedule_is_accepted(name):
     """What is accepted gives the right result in every run that was tried. What a run shows to be wrong is refused."""
     random, refused = Random(name), 0
     for _ in range(150):
-        text = spoiled(random, foreign.ALL[name](random.choice((2, 3, 4))))
+        text = spoiled(random, msccl_schedules.ALL[name](random.choice((2, 3, 4))))
         try:
             algorithm = msccl.read(text)
         except ScheduleError:
@@ -86,7 +86,7 @@ def test_no_spoiled_schedule_is_accepted(name):
             continue
         verdict = check(algorithm)
         if verdict.is_right:
-            assert all(foreign.runs_right(algorithm, seed) for seed in range(5)), text
+            assert all(msccl_schedules.runs_right(algorithm, seed) for seed in range(5)), text
             verify(plan_of(algorithm, verdict, 4, (), "float32"))
         else:
             refused += 1
@@ -95,12 +95,12 @@ def test_no_spoiled_schedule_is_accepted(name):
 
 
 def test_reasons():
-    right = foreign.all_pairs_all_reduce(3)
+    right = msccl_schedules.all_pairs_all_reduce(3)
     race = check(msccl.read(re.sub(r'depid="2" deps="1"', 'depid="-1" deps="-1"', right, count=1)))
     assert any(re.search(r"may (read|write) output\[\d\] while rank 0, thread block \d", why) for why in race.reasons)
-    lacks = check(msccl.read(foreign.ring_all_reduce(4).replace('type="rrs"', 'type="rcs"', 1)))
+    lacks = check(msccl.read(msccl_schedules.ring_all_reduce(4).replace('type="rrs"', 'type="rcs"', 1)))
     assert "lacks chunk" in lacks.reasons[0] and "wrote it last" in lacks.reasons[0]
-    circle = foreign.xml(
+    circle = msccl_schedules.xml(
         "allreduce", 2, 2, [[(1 - r, 1 - r, 0, [("rcs", ("i", 0), ("i", 0), 1, None)])] for r in range(2)]
     )
     (why,) = check(msccl.read(circle)).reasons

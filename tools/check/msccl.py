@@ -20,7 +20,7 @@ from __future__ import annotations
 import xml.etree.ElementTree as ElementTree
 from reprlib import repr as shown
 
-from fompi.foreign.algorithm import Algorithm, Connection, Kind, Region, ScheduleError, Step, Thread
+from algorithm import Algorithm, Connection, Kind, Region, ScheduleError, Step, Thread
 
 KINDS = {
     "s": Kind(reads=True, sends=True),

@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from math import gcd
 
+from algorithm import Algorithm, ScheduleError, Step, Term
 from fompi.base.layout import Sizes
-from fompi.foreign.algorithm import Algorithm, ScheduleError, Step, Term
-from fompi.foreign.proof import Judgement
 from fompi.plans.plan import Chunk, Compute, Op, Plan, Program, Programs, Recv, Send, Workspace
 from fompi.plans.problems import Form, problem
+from proof import Judgement
 
 Place = tuple[str, int]
 """A chunk of a buffer of the schedule."""
