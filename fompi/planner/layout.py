@@ -90,7 +90,7 @@ def layouts(
     Raises LayoutError for numbers out of range, if no layout is possible, and if none fits into the memory: then it
     names the one that comes nearest, and what it needs.
     """
-    name, sizes = _model_of(model)
+    name, sizes = model_of(model)
     machine = Machine.of(machine)
     for what, value, most in (("ranks", ranks, MOST_RANKS), ("top", top, MOST_RANKS)):
         if not 1 <= (integer(value) or 0) <= most:
@@ -130,7 +130,7 @@ def _order(made: Predicted) -> tuple[float, int, int, int]:
     return float(f"{made.seconds:.6g}"), made.layout.cp, made.layout.pp, made.layout.tp
 
 
-def _model_of(model: str | Transformer) -> tuple[str, Transformer]:
+def model_of(model: str | Transformer) -> tuple[str, Transformer]:
     if isinstance(model, str):
         if model not in MODELS:
             raise LayoutError(f"no model {quoted(model, MODELS)}; choose {', '.join(MODELS)}, or sizes of your own")
