@@ -140,8 +140,11 @@ def outer_period(
         inside = f"; inside, on {machine.name}: dp x tp x pp x ep x cp = {at} ({at.how})"
     elif (number(seconds) or 0.0) < 1e-9 or layout:
         raise LayoutError(f"seconds={seconds!r} must be a number of at least 1e-9, without options of a layout")
-    title = f"{name} in {islands} island{'s' * (islands > 1)} of {ranks} rank{'s' * (ranks > 1)}, "
-    title += f"{seconds:.4g} s a step, {8e-6 * link.level.bandwidth:.4g} Mbit/s and {2e3 * link.level.latency:.3g} ms between{inside}"
+    rate, round_trip = 8e-6 * link.level.bandwidth, 2e3 * link.level.latency
+    title = (
+        f"{name} in {islands} island{'s' * (islands > 1)} of {ranks} rank{'s' * (ranks > 1)}, {seconds:.4g} s a step"
+    )
+    title += f", {rate:.4g} Mbit/s and {round_trip:.3g} ms between{inside}"
     ports = ranks / link.level.ranks if link.level.shared else ranks
     most = max(1, sizes.parameters // (sizes.hidden * max(sizes.vocabulary, sizes.ffn)))  # fragments of modules
 
