@@ -94,6 +94,7 @@ if TYPE_CHECKING:
     from fompi.parallel.interleave import interleave
     from fompi.planner.balance import balance
     from fompi.planner.layout import layouts
+    from fompi.planner.outer import outer_period
     from fompi.runtime.alignment import gather_traces
     from fompi.runtime.report import mark_step
     from fompi.tuning.calibrate import calibrate
@@ -102,7 +103,7 @@ __all__ = [
     # operations, and plan and explain
     *operations.__all__, "sum_replicated", "send", "recv", "sendrecv", "barrier",
     # planning: without MPI and data
-    "layouts", "balance", "verify", "simulate", "schedule", "staged",
+    "layouts", "balance", "outer_period", "verify", "simulate", "schedule", "staged",
     # running: communicators, bound operations, measurements
     "Communicator", "Mesh", "Pending", "BoundCall", "Stop", "Device", "DeviceArray", "bind", "Executor",
     "Adaptive", "calibrate", "mark_step", "gather_traces", "timeline", "interleave",
@@ -161,6 +162,7 @@ _PACKAGES = ("torch", "jax", "parallel", "members", "plans", "model", "traces")
 _LATE = {
     "layouts": "fompi.planner.layout",
     "balance": "fompi.planner.balance",
+    "outer_period": "fompi.planner.outer",
     "gather_traces": "fompi.runtime.alignment",
     "calibrate": "fompi.tuning.calibrate",
     "mark_step": "fompi.runtime.report",

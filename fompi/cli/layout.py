@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
 import fompi
-from fompi.cli import plan
-from fompi.cli.output import show_json, show_parts
+from fompi.cli import picture, plan
+from fompi.cli.output import UsageError, show_json, show_parts
+from fompi.lab.values import Refused, link_of
 from fompi.model.pipeline import SCHEDULES
 from fompi.planner.layers import MODELS, Transformer
 from fompi.planner.layout import BATCH_TOKENS, FREE, TOP, Layouts
@@ -33,13 +35,19 @@ SIZES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="llama-8b", help=f"{', '.join(MODELS)} (llama-8b)")
-    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--ranks", type=int, help="with --islands: of an island (1)")
     plan.add_machine_argument(parser)
     tokens = f"{BATCH_TOKENS >> 20} Mi tokens"
-    parser.add_argument("--global-batch", type=int, metavar="N", help=f"sequences of a step, of all ranks ({tokens})")
+    batch = f"sequences of a step, of all ranks ({tokens})"
+    parser.add_argument("--global-batch", dest="batch", type=int, metavar="N", help=batch)
     parser.add_argument("--top", type=int, default=TOP, metavar="N", help=f"how many layouts are shown ({TOP})")
     plan.add_wire_argument(parser)
     parser.add_argument("--json", action="store_true", help="the layouts as JSON, times in seconds")
+    outer = parser.add_argument_group("outer steps", "what differs with islands: --wire is that between them")
+    outer.add_argument("--islands", type=int, metavar="N", help="the smallest period that hides their messages")
+    outer.add_argument("--between", type=_between, metavar="50mbit,80ms", help="their link (that of the machine)")
+    outer.add_argument("--seconds", type=float, metavar="S", help="of an inner step (those of the best layout)")
+    outer.add_argument("--picture", metavar="FILE", help="one period beside a step of DDP, as .svg or .png")
     add_size_arguments(parser)
     fixed = parser.add_argument_group("what is given", "parts of a layout that are not chosen")
     for axis in AXES:
@@ -53,8 +61,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     fixed = {name: value for name in FREE if (value := getattr(options, name)) is not None}
+    if options.islands is not None:
+        return _outer(options, fixed)
+    if options.between is not None or options.seconds is not None or options.picture:
+        raise UsageError("--between, --seconds and --picture are for --islands")
+    if options.ranks is None:
+        raise UsageError("the following arguments are required: --ranks")
     machine = plan.machine_of(options)
-    how = {"batch": options.global_batch, "top": options.top, "wire": options.wire}
+    how = {"batch": options.batch, "top": options.top, "wire": options.wire}
     found = fompi.layouts(model_of(options), options.ranks, machine, **how, **fixed)
     if options.json:
         show_json(_values(found))
@@ -68,6 +82,30 @@ def add_size_arguments(parser: argparse.ArgumentParser) -> None:
     own = parser.add_argument_group("a model of your own", "sizes that replace those of --model")
     for name, what in SIZES.items():
         own.add_argument(_option(name), type=int, metavar="N", help=what)
+
+
+def _outer(options: argparse.Namespace, fixed: dict[str, Any]) -> int:
+    names = "islands", "ranks", "between", "seconds", "wire", "batch"
+    fixed |= {name: value for name in names if (value := getattr(options, name)) is not None}
+    found = fompi.outer_period(plan.machine_of(options), model_of(options), **fixed)
+    if options.json:
+        show_json(asdict(found))
+    else:
+        show_parts(found.parts)
+    if options.picture:
+        picture.save(found.best[0].picture(), options.picture)
+    return 0
+
+
+def _between(text: str) -> tuple[float, float]:
+    """The bytes per second that a TCP stream carries, and the seconds of a round trip."""
+    try:
+        rate, distance = link_of(text)
+    except Refused as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if rate is None or "%" in text:
+        raise argparse.ArgumentTypeError(f"'{text}': write it as 50mbit,80ms, with the rate that streams reach")
+    return rate.goodput, (distance and distance.latency) or 0.0
 
 
 def _option(name: str) -> str:

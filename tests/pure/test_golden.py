@@ -82,6 +82,9 @@ EXPLAINED = {
 }
 
 
+OF_MODELS = ("layouts-llama-8b-64", "outer-period-llama-8b-4x8")
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_text_of_a_plan(name):
     operation, specs, options = PLANS[name]
@@ -97,7 +100,12 @@ def test_text_of_an_explanation(name):
 
 
 def test_text_of_layouts():
-    check("layouts-llama-8b-64", f"{fompi.layouts('llama-8b', 64, 'h100-ndr')}\n")
+    check(OF_MODELS[0], f"{fompi.layouts('llama-8b', 64, 'h100-ndr')}\n")
+
+
+def test_text_of_outer_periods():
+    how = {"islands": 4, "ranks": 8, "between": (6e6, 0.08)}
+    check(OF_MODELS[1], f"{fompi.outer_period('h100-ndr', 'llama-8b', **how)}\n")
 
 
 def check(name, printed):
@@ -110,4 +118,4 @@ def check(name, printed):
 
 
 def test_every_golden_file_is_tested():
-    assert {path.stem for path in GOLDEN.glob("*.txt")} == {*PLANS, *EXPLAINED, "layouts-llama-8b-64"}
+    assert {path.stem for path in GOLDEN.glob("*.txt")} == {*PLANS, *EXPLAINED, *OF_MODELS}
