@@ -32,7 +32,7 @@ class DiLoCo:
     lists of modules. Fragment p leaves after the steps t with (t - (p + 1) H / P) mod H = 0.
     delay=0: it is applied this many steps later, less than H / P, and travels behind these steps.
     alpha=0.0: how much of the own parameters stays. 0 replaces them; with 1 nothing is exchanged.
-    wire=None: what differences travel in (`fompi.base.wires`). feedback=False: give back what messages have lost.
+    wire: what differences travel in (`fompi.base.wires`). feedback: give back what messages have lost.
     moments=None: {"exp_avg": 3, "exp_avg_sq": 6} also takes the mean of these moments of the optimizer, each in every
     n-th exchange of its parameter (DES-LOC, arXiv 2505.22549). They have no outer copy, and travel as they are.
     on_exchange=None: called with the numbers of each exchange, an `OuterNumbers`: norm, drift, bytes, exposed seconds.

@@ -18,7 +18,7 @@ NUMBERS = count(1)
 
 def handle():
     number = next(NUMBERS)
-    return str(Handle(number.to_bytes(16, "little"), number, "h1", b"address"))
+    return str(Handle(number.to_bytes(16, "little"), number, "h1", b"\1\7\0address"))
 
 
 class Forgetful(LocalStore):
