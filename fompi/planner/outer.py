@@ -2,10 +2,10 @@
 
 H is `sync_every`, P `fragments` (`fompi.parallel.outer`), K the islands, s the seconds of an inner step.
 
-    bytes    = 2 (K - 1) / K |theta| b / P         of a fragment, of an island, b by the wire
-    exchange = 3 latencies + time of these bytes   an agreement, the terms of the sum, its results
-    exposed  = max(0, exchange - delay s)          in H / P steps
-    DDP      = s + max(0, exchange - 2/3 s)        with all gradients in place of a fragment
+    bytes    = 2 (K - 1) / K |theta| b / P            of a fragment, of an island, b by the wire
+    exchange = HOPS latencies + time of bytes / USED
+    exposed  = max(0, exchange - delay s)             in H / P steps
+    DDP      = s + max(0, exchange - 2/3 s)           with all gradients in place of a fragment
 
 A period fits if P divides H, delay < H / P, exposed <= EXPOSED s, and DELAYS delay <= H. Time of sums is left out.
 """
@@ -31,6 +31,10 @@ EXPOSED, DELAYS, BACKWARD = 0.01, 10, 2 / 3
 """The share of a step that an exchange may take. The least H / delay: with alpha=0 the inner steps of a delay are
 replaced, so a tenth of all at most. The share of a step behind which DDP sums gradients."""
 
+HOPS, USED = 7, 0.7
+"""Messages that follow each other: an agreement, and two of the sum, each of which is announced and asked for. The share
+of its rate that a long link carries meanwhile, the least that was seen between hosts of `fompi.lab`."""
+
 TRIED = ("", "bfloat16", "int8", "int4")
 COLUMNS = ("wire", "H", "P", "delay", "exchange s", "GB a day", "GB at once", "DDP: s a step")
 """The wires that are compared: each other one has as many bits as one of them. The heads of the table."""
@@ -40,9 +44,8 @@ COLUMNS = ("wire", "H", "P", "delay", "exchange s", "GB a day", "GB at once", "D
 class OuterPeriod:
     """The numbers of a `fompi.parallel.outer.OuterSchedule`, and what they cost. The wire "" is none.
 
-    Seconds: `seconds` of an inner step, `exchange` of a fragment on the link, of which `exposed` are longer than the
-    delay, `gradients` of all gradients on the link, `ddp_seconds` of a step of DDP over all islands. An island sends
-    `nbytes` for a fragment, and `nbytes_a_day`.
+    Seconds: `seconds` of an inner step, `exchange` of a fragment on the link, `exposed` after the delay, `gradients` of
+    all of them on the link, `ddp_seconds` of a step of DDP. An island sends `nbytes` for a fragment, `nbytes_a_day`.
     """
 
     wire: str
@@ -149,7 +152,7 @@ def outer_period(
     most = max(1, sizes.parameters // (sizes.hidden * max(sizes.vocabulary, sizes.ffn)))  # fragments of modules
 
     def exchange(nbytes: float) -> float:
-        return 3 * link.level.latency + link.busy(nbytes / ports) if nbytes else 0.0
+        return HOPS * link.level.latency + link.busy(nbytes / ports) / USED if nbytes else 0.0
 
     found = []
     for each in TRIED if wire is None else (wire_of(wire, "float32"),):
