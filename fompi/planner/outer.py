@@ -32,8 +32,8 @@ EXPOSED, DELAYS, BACKWARD = 0.01, 10, 2 / 3
 replaced, so a tenth of all at most. The share of a step behind which DDP sums gradients."""
 
 HOPS, USED = 7, 0.7
-"""Messages that follow each other: an agreement, and two of the sum, each of which is announced and asked for. The share
-of its rate that a long link carries meanwhile, the least that was seen between hosts of `fompi.lab`."""
+"""Messages one after the other: an agreement, and two of the sum, each announced and asked for. The share of its rate
+that a long link carries meanwhile: the least that was seen between hosts of `fompi.lab`."""
 
 TRIED = ("", "bfloat16", "int8", "int4")
 COLUMNS = ("wire", "H", "P", "delay", "exchange s", "GB a day", "GB at once", "DDP: s a step")
@@ -143,11 +143,9 @@ def outer_period(
         inside = f"; inside, on {machine.name}: dp x tp x pp x ep x cp = {at} ({at.how})"
     elif (number(seconds) or 0.0) < 1e-9 or layout:
         raise LayoutError(f"seconds={seconds!r} must be a number of at least 1e-9, without options of a layout")
-    rate, round_trip = 8e-6 * link.level.bandwidth, 2e3 * link.level.latency
-    title = (
-        f"{name} in {islands} island{'s' * (islands > 1)} of {ranks} rank{'s' * (ranks > 1)}, {seconds:.4g} s a step"
-    )
-    title += f", {rate:.4g} Mbit/s and {round_trip:.3g} ms between{inside}"
+    count = f"{islands} island{'s' * (islands > 1)} of {ranks} rank{'s' * (ranks > 1)}"
+    between_them = f"{8e-6 * link.level.bandwidth:.4g} Mbit/s and {2e3 * link.level.latency:.3g} ms between"
+    title = f"{name} in {count}, {seconds:.4g} s a step, {between_them}{inside}"
     ports = ranks / link.level.ranks if link.level.shared else ranks
     most = max(1, sizes.parameters // (sizes.hidden * max(sizes.vocabulary, sizes.ffn)))  # fragments of modules
 
