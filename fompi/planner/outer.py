@@ -27,9 +27,9 @@ from fompi.planner.step import GRADIENT
 from fompi.traces.timeline import timelines
 from fompi.traces.trace import Event, Trace
 
-EXPOSED, DELAYS, BACKWARD = 0.01, 10, 2 / 3
+EXPOSED, DELAYS, BACKWARD, MOST_DRAWN = 0.01, 10, 2 / 3, 100_000
 """The share of a step that an exchange may take. The least H / delay: with alpha=0 the inner steps of a delay are
-replaced, so a tenth of all at most. The share of a step behind which DDP sums gradients."""
+replaced, so at most a tenth. The share of a step behind which DDP sums gradients. The most steps of a picture."""
 
 HOPS, USED = 7, 0.7
 """Messages one after the other: an agreement, and two of the sum, each announced and asked for. The share of its rate
@@ -67,7 +67,9 @@ class OuterPeriod:
         return (self.wire or "none", self.sync_every, self.fragments, self.delay, *(f"{n:.4g}" for n in numbers))
 
     def trace(self) -> Trace:
-        """One period of an island, whose first exchange is that of the last fragment before."""
+        """One period of an island, whose first exchange is that of the last fragment before. Raises LayoutError."""
+        if self.sync_every > MOST_DRAWN:
+            raise LayoutError(f"a period of {self.sync_every} steps is not drawn: at most {MOST_DRAWN} are")
         stride, events = self.sync_every // self.fragments, []
         for i in range(self.fragments):
             begun, fragment = i * (stride * self.seconds + self.exposed), f"fragment {(i - 1) % self.fragments}"
@@ -156,7 +158,7 @@ def outer_period(
     for each in TRIED if wire is None else (wire_of(wire, "float32"),):
         sent = 2 * (islands - 1) / islands * (WIRES[each].each if each else GRADIENT)  # bytes of a parameter
         times = [exchange(sent * held / p) for p in range(1, most + 1)]
-        period, fragments, delay = smallest(seconds, times)
+        period, delay, fragments = smallest(seconds, times)
         taken, nbytes, gradients = times[fragments - 1], sent * held / fragments, exchange(sent * sizes.parameters)
         exposed = max(0.0, taken - delay * seconds)
         a_day = 86400 * nbytes / (period / fragments * seconds + exposed)
@@ -170,11 +172,10 @@ def outer_period(
 
 
 def smallest(step: float, exchanges: Sequence[float]) -> tuple[int, int, int]:
-    """H, P and delay: the smallest H, then the smallest delay, then P. `exchanges`: the seconds with P = 1, 2, ..."""
+    """H, delay and P: the smallest H, then the smallest delay, then P. `exchanges`: the seconds with P = 1, 2, ..."""
     found = []
     for fragments, seconds in enumerate(exchanges, 1):
         delay = max(0, ceil(seconds / step - EXPOSED))  # a longer one needs a longer period
         stride = max(delay + 1, -(-DELAYS * delay // fragments))
         found.append((fragments * stride, delay, fragments))
-    period, delay, fragments = min(found)
-    return period, fragments, delay
+    return min(found)
