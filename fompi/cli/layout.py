@@ -37,9 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="llama-8b", help=f"{', '.join(MODELS)} (llama-8b)")
     parser.add_argument("--ranks", type=int, help="with --islands: of an island (1)")
     plan.add_machine_argument(parser)
-    tokens = f"{BATCH_TOKENS >> 20} Mi tokens"
-    batch = f"sequences of a step, of all ranks ({tokens})"
-    parser.add_argument("--global-batch", dest="batch", type=int, metavar="N", help=batch)
+    tokens = f"of all ranks: {BATCH_TOKENS >> 20} Mi tokens"
+    parser.add_argument("--global-batch", dest="batch", type=int, metavar="N", help=f"sequences of a step ({tokens})")
     parser.add_argument("--top", type=int, default=TOP, metavar="N", help=f"how many layouts are shown ({TOP})")
     plan.add_wire_argument(parser)
     parser.add_argument("--json", action="store_true", help="the layouts as JSON, times in seconds")

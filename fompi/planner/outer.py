@@ -2,10 +2,10 @@
 
 H is `sync_every`, P `fragments` (`fompi.parallel.outer`), K the islands, s the seconds of an inner step.
 
-    bytes    = 2 (K - 1) / K |theta| b / P         of a fragment, of an island, b by the wire
-    exchange = 3 latencies + time of these bytes   an agreement, the terms of the sum, its results
-    exposed  = max(0, exchange - delay s)          in H / P steps
-    DDP      = s + max(0, exchange - 2/3 s)        with all gradients in place of a fragment
+    bytes    = 2 (K - 1) / K |theta| b / P            of a fragment, of an island, b by the wire
+    exchange = HOPS latencies + time of bytes / USED
+    exposed  = max(0, exchange - delay s)             in H / P steps
+    DDP      = s + max(0, exchange - 2/3 s)           with all gradients in place of a fragment
 
 A period fits if P divides H, delay < H / P, exposed <= EXPOSED s, and DELAYS delay <= H. Time of sums is left out.
 """
@@ -27,9 +27,13 @@ from fompi.planner.step import GRADIENT
 from fompi.traces.timeline import timelines
 from fompi.traces.trace import Event, Trace
 
-EXPOSED, DELAYS, BACKWARD = 0.01, 10, 2 / 3
+EXPOSED, DELAYS, BACKWARD, MOST_DRAWN = 0.01, 10, 2 / 3, 100_000
 """The share of a step that an exchange may take. The least H / delay: with alpha=0 the inner steps of a delay are
-replaced, so a tenth of all at most. The share of a step behind which DDP sums gradients."""
+replaced, so at most a tenth. The share of a step behind which DDP sums gradients. The most steps of a picture."""
+
+HOPS, USED = 7, 0.7
+"""Messages one after the other: an agreement, and two of the sum, each announced and asked for. The share of its rate
+that a long link carries meanwhile: the least that was seen between hosts of `fompi.lab`."""
 
 TRIED = ("", "bfloat16", "int8", "int4")
 COLUMNS = ("wire", "H", "P", "delay", "exchange s", "GB a day", "GB at once", "DDP: s a step")
@@ -40,9 +44,8 @@ COLUMNS = ("wire", "H", "P", "delay", "exchange s", "GB a day", "GB at once", "D
 class OuterPeriod:
     """The numbers of a `fompi.parallel.outer.OuterSchedule`, and what they cost. The wire "" is none.
 
-    Seconds: `seconds` of an inner step, `exchange` of a fragment on the link, of which `exposed` are longer than the
-    delay, `gradients` of all gradients on the link, `ddp_seconds` of a step of DDP over all islands. An island sends
-    `nbytes` for a fragment, and `nbytes_a_day`.
+    Seconds: `seconds` of an inner step, `exchange` of a fragment on the link, `exposed` after the delay, `gradients` of
+    all of them on the link, `ddp_seconds` of a step of DDP. An island sends `nbytes` for a fragment, `nbytes_a_day`.
     """
 
     wire: str
@@ -64,7 +67,9 @@ class OuterPeriod:
         return (self.wire or "none", self.sync_every, self.fragments, self.delay, *(f"{n:.4g}" for n in numbers))
 
     def trace(self) -> Trace:
-        """One period of an island, whose first exchange is that of the last fragment before."""
+        """One period of an island, whose first exchange is that of the last fragment before. Raises LayoutError."""
+        if self.sync_every > MOST_DRAWN:
+            raise LayoutError(f"a period of {self.sync_every} steps is not drawn: at most {MOST_DRAWN} are")
         stride, events = self.sync_every // self.fragments, []
         for i in range(self.fragments):
             begun, fragment = i * (stride * self.seconds + self.exposed), f"fragment {(i - 1) % self.fragments}"
@@ -140,22 +145,20 @@ def outer_period(
         inside = f"; inside, on {machine.name}: dp x tp x pp x ep x cp = {at} ({at.how})"
     elif (number(seconds) or 0.0) < 1e-9 or layout:
         raise LayoutError(f"seconds={seconds!r} must be a number of at least 1e-9, without options of a layout")
-    rate, round_trip = 8e-6 * link.level.bandwidth, 2e3 * link.level.latency
-    title = (
-        f"{name} in {islands} island{'s' * (islands > 1)} of {ranks} rank{'s' * (ranks > 1)}, {seconds:.4g} s a step"
-    )
-    title += f", {rate:.4g} Mbit/s and {round_trip:.3g} ms between{inside}"
+    count = f"{islands} island{'s' * (islands > 1)} of {ranks} rank{'s' * (ranks > 1)}"
+    between_them = f"{8e-6 * link.level.bandwidth:.4g} Mbit/s and {2e3 * link.level.latency:.3g} ms between"
+    title = f"{name} in {count}, {seconds:.4g} s a step, {between_them}{inside}"
     ports = ranks / link.level.ranks if link.level.shared else ranks
     most = max(1, sizes.parameters // (sizes.hidden * max(sizes.vocabulary, sizes.ffn)))  # fragments of modules
 
     def exchange(nbytes: float) -> float:
-        return 3 * link.level.latency + link.busy(nbytes / ports) if nbytes else 0.0
+        return HOPS * link.level.latency + link.busy(nbytes / ports) / USED if nbytes else 0.0
 
     found = []
     for each in TRIED if wire is None else (wire_of(wire, "float32"),):
         sent = 2 * (islands - 1) / islands * (WIRES[each].each if each else GRADIENT)  # bytes of a parameter
         times = [exchange(sent * held / p) for p in range(1, most + 1)]
-        period, fragments, delay = smallest(seconds, times)
+        period, delay, fragments = smallest(seconds, times)
         taken, nbytes, gradients = times[fragments - 1], sent * held / fragments, exchange(sent * sizes.parameters)
         exposed = max(0.0, taken - delay * seconds)
         a_day = 86400 * nbytes / (period / fragments * seconds + exposed)
@@ -169,11 +172,10 @@ def outer_period(
 
 
 def smallest(step: float, exchanges: Sequence[float]) -> tuple[int, int, int]:
-    """H, P and delay: the smallest H, then the smallest delay, then P. `exchanges`: the seconds with P = 1, 2, ..."""
+    """H, delay and P: the smallest H, then the smallest delay, then P. `exchanges`: the seconds with P = 1, 2, ..."""
     found = []
     for fragments, seconds in enumerate(exchanges, 1):
         delay = max(0, ceil(seconds / step - EXPOSED))  # a longer one needs a longer period
         stride = max(delay + 1, -(-DELAYS * delay // fragments))
         found.append((fragments * stride, delay, fragments))
-    period, delay, fragments = min(found)
-    return period, fragments, delay
+    return min(found)

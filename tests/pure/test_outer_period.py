@@ -16,7 +16,7 @@ from fompi.cli.main import main
 from fompi.model.machine import Level, Machine
 from fompi.parallel.outer import OuterSchedule
 from fompi.planner.layers import MODELS, Transformer
-from fompi.planner.outer import BACKWARD, DELAYS, EXPOSED, outer_period, smallest
+from fompi.planner.outer import BACKWARD, DELAYS, EXPOSED, HOPS, USED, outer_period, smallest
 
 SMALL = Transformer(6, 384, 1536, 2, 256, "made up", 6, 6, 512)
 FAR = (6e6, 0.08)
@@ -30,7 +30,7 @@ def brute(step, exchanges):
             for fragments in range(1, min(period, len(exchanges)) + 1):
                 fits = period % fragments == 0 and delay < period // fragments and DELAYS * delay <= period
                 if fits and exchanges[fragments - 1] - delay * step <= EXPOSED * step:
-                    return period, fragments, delay
+                    return period, delay, fragments
     raise AssertionError("none")
 
 
@@ -42,7 +42,7 @@ def test_the_smallest_period_is_that_of_brute_force():
         found = smallest(1.0, exchanges)
         assert found == brute(1.0, exchanges), exchanges
         seen.add(found)
-    assert (1, 1, 0) in seen and len(seen) > 20
+    assert (1, 0, 1) in seen and len(seen) > 20
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -51,34 +51,38 @@ def test_nothing_is_exposed_and_no_smaller_period_fits(seed):
     chance = random.Random(seed)
     islands, ranks, step = chance.randint(2, 9), chance.choice([1, 4, 8]), 10 ** chance.uniform(-1, 1)
     rate, round_trip = 10 ** chance.uniform(6, 9), chance.choice([0.0, 0.001, 0.08, 0.3])
-    found = outer_period("gigabit", SMALL, islands=islands, ranks=ranks, between=(rate, round_trip), seconds=step)
+    found, away = (
+        outer_period("gigabit", SMALL, islands=islands, ranks=ranks, between=(rate, round_trip), seconds=step),
+        HOPS / 2 * round_trip,
+    )
     assert [each.sync_every for each in found.best] == sorted(each.sync_every for each in found.best)
     for each in found.best:
         OuterSchedule(each.sync_every, each.fragments, each.delay)
         item = WIRES[each.wire].each if each.wire else 4
         whole = 2 * (islands - 1) / islands * SMALL.parameters * item
         assert each.nbytes == pytest.approx(whole / each.fragments)
-        assert each.exchange == pytest.approx(1.5 * round_trip + each.nbytes / rate)
+        assert each.exchange == pytest.approx(away + each.nbytes / rate / USED)
         assert each.exposed == max(0, each.exchange - each.delay * step) <= EXPOSED * step * (1 + 1e-9)
-        summed = step + max(0, 1.5 * round_trip + whole / rate - BACKWARD * step)
+        summed = step + max(0, away + whole / rate / USED - BACKWARD * step)
         assert each.ddp_seconds == pytest.approx(summed) and each.seconds == step
         days = 86400 / (each.sync_every * step + each.fragments * each.exposed)
         assert each.nbytes_a_day == pytest.approx(whole * days)
         most = SMALL.parameters // (384 * 1536)
-        times = [1.5 * round_trip + whole / p / rate for p in range(1, most + 1)]
+        times = [away + whole / p / rate / USED for p in range(1, most + 1)]
         if each.sync_every < 300:
-            assert brute(step, times) == (each.sync_every, each.fragments, each.delay)
+            assert brute(step, times) == (each.sync_every, each.delay, each.fragments)
 
 
 @pytest.mark.parametrize("islands", [2, 3, 4])
 @pytest.mark.parametrize("wire", ["float32", "int8"])
 def test_an_exchange_takes_what_the_simulator_says(islands, wire):
-    """One latency less: the simulator has no agreement."""
+    """On a link that carries its rate, without an agreement, and with messages that nobody asks for."""
     period = outer_period("gigabit", SMALL, islands=islands, between=FAR, seconds=5.0, wire=wire).best[0]
     far = replace(Machine.load("gigabit"), latency=FAR[1] / 2, bandwidth=FAR[0])
     n, how = SMALL.parameters // period.fragments, {"order": "ranks"} if wire == "float32" else {"wire": wire}
     explained = fompi.explain("all_reduce", Spec((n,), "float32", Partial()), ranks=islands, machine=far, **how)
-    assert period.exchange - FAR[1] / 2 == pytest.approx(explained.winner.seconds, rel=0.02)
+    ideal = (period.exchange - HOPS * far.latency) * USED + 2 * far.latency
+    assert ideal == pytest.approx(explained.winner.seconds, rel=0.01, abs=1.01 * far.latency)
 
 
 # ---------------------------------------------------------------------------------------------------------- the ends
@@ -108,8 +112,8 @@ def test_one_island_exchanges_nothing():
 
 def test_latency_alone_needs_a_delay():
     """Fragments do not help there: all of them take as long."""
-    best = outer_period("gigabit", SMALL, islands=2, between=(1e12, 0.8), seconds=0.5, wire="int4").best[0]
-    assert (best.sync_every, best.fragments, best.delay) == (30, 1, 3) and best.exchange == pytest.approx(1.2, rel=1e-3)
+    best = outer_period("gigabit", SMALL, islands=2, between=(1e12, 0.4), seconds=0.5, wire="int4").best[0]
+    assert (best.sync_every, best.fragments, best.delay) == (30, 1, 3) and best.exchange == pytest.approx(1.4, rel=1e-3)
 
 
 # ------------------------------------------------------------------------------------- an island and its link
@@ -163,6 +167,12 @@ def test_a_picture_has_each_step_and_each_fragment():
         best.nbytes * best.fragments, rel=1e-6
     )
     assert best.picture().count("<text") > 10 and "DDP, one step" in best.picture()
+
+
+def test_a_period_without_end_is_not_drawn():
+    best = outer_period("gigabit", "llama-405b", islands=2, between=(1e5, 1), seconds=1e-3).best[0]
+    with pytest.raises(LayoutError, match=f"a period of {best.sync_every} steps is not drawn"):
+        best.picture()
 
 
 # ---------------------------------------------------------------------------------------------------- wrong input
