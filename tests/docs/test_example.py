@@ -19,9 +19,9 @@ THREE_AXES = FOLDER / "transformer_3d.py"
 ULYSSES, WHOLE_STEP = FOLDER / "ulysses_attention.py", FOLDER / "whole_step.py"
 SAME_BITS = FOLDER / "same_bits.py"
 GENERATE = FOLDER / "generate.py"
-TORCHFT = FOLDER / "torchft_ddp.py"
-"""`tests/faults/test_torchft.py` runs it: it never ends alone."""
-ONE_IDEA = sorted({*FOLDER.glob("*.py")} - {MAIN_JOB, THREE_AXES, GENERATE, TORCHFT, FOLDER / "harness.py"})
+WITH_KILLS = [FOLDER / "islands.py", FOLDER / "torchft_ddp.py"]
+"""`test_torchft.py` and `test_islands.py` of tests/faults run them: several processes, some of which are killed."""
+ONE_IDEA = sorted({*FOLDER.glob("*.py")} - {MAIN_JOB, THREE_AXES, GENERATE, *WITH_KILLS, FOLDER / "harness.py"})
 
 # ------------------------------------------------------------------------------------------- one idea in each
 
@@ -77,7 +77,7 @@ def test_examples_run_on_other_numbers_of_ranks(mpirun, tmp_path, ranks, layer):
     assert shown(FOLDER / "own_schedule.py") in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("example", [*ONE_IDEA, MAIN_JOB, THREE_AXES, GENERATE, TORCHFT], ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", [*ONE_IDEA, MAIN_JOB, THREE_AXES, GENERATE, *WITH_KILLS], ids=lambda path: path.stem)
 def test_an_example_is_short_and_says_its_idea_first(example):
     text = example.read_text()
     assert text.count("\n") <= {
@@ -87,7 +87,7 @@ def test_an_example_is_short_and_says_its_idea_first(example):
         WHOLE_STEP: 150,
         GENERATE: 412,
         SAME_BITS: 65,
-        TORCHFT: 70,
+        FOLDER / "torchft_ddp.py": 70,
     }.get(example, 60)
     assert ast.get_docstring(ast.parse(text)).splitlines()[0].endswith(".")
     inside = re.search(r"^(from|import) fompi\.(?!plans\.plan\b|torch\.torchft\b)", text, re.MULTILINE)
