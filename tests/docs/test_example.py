@@ -77,7 +77,10 @@ def test_examples_run_on_other_numbers_of_ranks(mpirun, tmp_path, ranks, layer):
     assert shown(FOLDER / "own_schedule.py") in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("example", [*ONE_IDEA, MAIN_JOB, THREE_AXES, GENERATE, *WITH_KILLS], ids=lambda path: path.stem)
+ALL = [*ONE_IDEA, MAIN_JOB, THREE_AXES, GENERATE, *WITH_KILLS]
+
+
+@pytest.mark.parametrize("example", ALL, ids=lambda path: path.stem)
 def test_an_example_is_short_and_says_its_idea_first(example):
     text = example.read_text()
     assert text.count("\n") <= {
