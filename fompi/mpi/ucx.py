@@ -96,7 +96,9 @@ def is_here() -> bool:
 @cache
 def library() -> tuple[Any, str]:
     """The loaded libucp, and its file. Raises LaunchError if there is none."""
-    reasons, log_level = [], os.environ.setdefault("UCX_LOG_LEVEL", QUIET)  # it is read when the library is loaded
+    reasons, is_quiet = [], "UCX_LOG_LEVEL" not in os.environ and mapped("libucs.so") is None
+    if is_quiet:  # it is read when the library is loaded
+        os.environ["UCX_LOG_LEVEL"] = QUIET
     try:
         for path in candidates():
             try:
@@ -104,7 +106,7 @@ def library() -> tuple[Any, str]:
             except OSError as error:
                 reasons.append(str(error))
     finally:
-        if log_level is QUIET:
+        if is_quiet:
             del os.environ["UCX_LOG_LEVEL"]
     why = f" ({reasons[0]})" if reasons else ""
     raise LaunchError(f"there is no UCX{why}: pip install libucx-cu12, or an MPI wheel, which brings it")
