@@ -334,6 +334,12 @@ class Membership:
             self._comm.abort(f"{self.name} {why}")
         self._comm = None
 
+    def leave(self) -> None:
+        """Leave the epoch. The others go on without this member, until it calls `join()` again."""
+        self._abort("has left the epoch")
+        with suppress(WaitTimeout):  # the store is away: it is said when it is back
+            self._presence.say(AWAY)
+
     def close(self) -> None:
         """Leave the group, and the epoch if it is not closed: the others go on without this member."""
         if not self._closing.is_set():

@@ -137,7 +137,7 @@ class OuterNumbers:
 
 
 OF_RULE = ("outer_lr", "outer_momentum", "alpha")
-OPTIONS = ("sync_every", "fragments", "delay", *OF_RULE, "averaged", "on_exchange")
+OPTIONS = ("sync_every", "fragments", "delay", *OF_RULE, "averaged", "on_exchange", "compared")
 """The keywords of `OuterSteps`, besides those of its sums."""
 
 
@@ -296,7 +296,8 @@ class OuterSteps:
     `wire` (`fompi.base.wires`) is what differences travel in, `feedback` gives back what messages of this island have
     lost. Without a wire all sums are in the order of ranks. What is averaged travels as it is. Where `comm` belongs to
     a mesh with `priority=` that does not name its axis, messages leave behind all others.
-    `on_exchange`: called with an `OuterNumbers` for each mean that is applied.
+    `on_exchange`: called with an `OuterNumbers` for each mean that is applied. `compared`: a text that must be the same
+    on all islands, too.
 
     `comm` may be a `fompi.members.Membership`: then islands come and go, each is one process, and those that are left
     do an exchange that has failed again, from the same differences. A late one gets the outer copies: `received`.
@@ -319,7 +320,7 @@ class OuterSteps:
             dtypes = [accumulator(t.dtype) for t in tensors.values()]
             carrier = carrying("OuterSteps", comm, options, dtypes, [*OPTIONS, "wire", "feedback"])
             fragments, periods = own.pop("fragments", 1), dict(own.pop("averaged", None) or {})
-            self._on_exchange = own.pop("on_exchange", None)
+            self._on_exchange, own_text = own.pop("on_exchange", None), own.pop("compared", "")
             self.rule = OuterRule(**{name: own.pop(name) for name in OF_RULE if name in own})
             self.schedule = OuterSchedule(fragments=_count(fragments), **{"sync_every": None, **own})
             fragment_of = dealt([*tensors], fragments)
@@ -334,7 +335,7 @@ class OuterSteps:
             for name, t in tensors.items():
                 form = f"{t.dtype} {t.array.shape} in fragment {fragment_of[name]}"
                 words[f"parameter {name!r}"] = form + (f", averaged: {periods[name]}" if name in periods else "")
-            self._text = "".join(detail(*pair) for pair in words.items())
+            self._text = "".join(detail(*pair) for pair in words.items()) + own_text
             self.rows: list[list[OuterRow]] = [[] for _ in range(self.schedule.fragments)]
             for (p, _, period), part in rows.items():
                 self.rows[p].append(OuterRow(part, period, self.rule))
@@ -650,7 +651,7 @@ class OuterSteps:
             self.closed = True
             if self._membership is not None:
                 self._stop()
-                self.comm.abort("it has ended its outer steps")
+                self._membership.leave()
                 return
             self._drop()
             self.comm.close()

@@ -71,12 +71,13 @@ class DiLoCo:
         except Exception as error:
             refusal = error
         if not isinstance(comm, Membership):
-            agree(Communicator.of(comm).plain, f"{type(self).__name__}{text}", refusal)
+            agree(Communicator.of(comm).plain, type(self).__name__, refusal)
         elif refusal is not None:
             raise refusal
         listed = [[*names, *(f"{key} of {name}" for name in names for key in self._moments)] for names in owners]
         averaged = {f"{key} of {name}": n for key, n in self._moments.items() for name in self._named()}
-        self.outer = OuterSteps(values, comm=comm, fragments=listed, averaged=averaged, **options)
+        compared = {"fragments": listed, "averaged": averaged, "compared": f" of a {type(self).__name__}{text}"}
+        self.outer = OuterSteps(values, comm=comm, **compared, **options)
         self._take(self.outer.received(self._read))
 
     def step(self) -> None:
