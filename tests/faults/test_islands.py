@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 import subprocess
 import sys
@@ -131,3 +132,66 @@ def test_the_example(tmp_path, monkeypatch):
             for island in islands:
                 island.kill()
                 island.wait()
+
+
+ISLAND = textwrap.dedent("""
+    import json, sys, time
+    from pathlib import Path
+    import numpy as np
+    import fompi
+    from fompi.parallel.outer import OuterSteps
+
+    address, name, steps, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
+    params, exchanges = {"w": np.zeros(3000), "v": np.zeros(7)}, []
+    options = dict(sync_every=4, fragments=2, delay=1, wire="int8", feedback=True, on_exchange=exchanges.append)
+    with fompi.members.Membership(address, name=name, ttl=1.5) as membership:
+        with OuterSteps(params, comm=membership, **options) as outer:
+            params |= outer.received(params.__getitem__)
+            while outer.steps < steps:
+                params = outer.step({key: x - np.cos(np.arange(len(x)) + ord(name)) for key, x in params.items()})
+                (folder / f"{name}.step").write_text(str(outer.steps))
+                time.sleep(0.01)
+            copies = outer.state_dict()["outer"]
+            values = [copies[key].tolist() for key in ("w", "v")]
+            (folder / f"{name}.end").write_text(json.dumps(values))
+""")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_islands_are_killed_again_and_again(tmp_path, monkeypatch):
+    """Fifty times, at any moment, also while they come. Those that are left end with the same outer copies."""
+    monkeypatch.setenv("FOMPI_MEMBERS_TOKEN", "0123456789abcdef" * 3)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "island.py").write_text(ISLAND)
+    chance, kills, steps = random.Random(7), 0, 10000
+    with Server() as server, (tmp_path / "said").open("ab") as said:
+
+        def start(name):
+            command = [sys.executable, tmp_path / "island.py", server.address, name, str(steps), tmp_path]
+            return subprocess.Popen(command, stdout=said, stderr=said)
+
+        def step_of(name):
+            path = tmp_path / f"{name}.step"
+            return int(path.read_text() or 0) if path.exists() else 0
+
+        islands = {name: start(name) for name in "abc"}
+        try:
+            end, stood, last, longest = time.monotonic() + 400, time.monotonic(), 0, 0.0
+            while kills < 50:
+                time.sleep(chance.uniform(0.05, 2.5))
+                assert time.monotonic() < end, (tmp_path / "said").read_text()
+                if step_of("a") > last:
+                    longest, stood, last = max(longest, time.monotonic() - stood), time.monotonic(), step_of("a")
+                victim = chance.choice("bc")
+                islands[victim].kill()
+                islands[victim].wait()
+                kills, islands[victim] = kills + 1, start(victim)
+                assert islands["a"].poll() is None, (tmp_path / "said").read_text()
+            print(f"{kills} kills, {last} steps, {longest:.1f} s without a step at most")
+            assert last > 50 and longest < 30
+        finally:
+            for island in islands.values():
+                island.kill()
+                island.wait()
+    assert "MismatchError" not in (tmp_path / "said").read_text()

@@ -47,6 +47,7 @@ FACTS = {
         "description": "MPICH Version: 5.0.2\nMPICH Device: ch4",
         "path": "/env/lib/libmpi.so.12",
         "other_libraries": ["/other/lib/libmpi.so.40"],
+        "networks": [],
         "mpirun": "/env/bin/mpirun",
         "thread_requested": "multiple",
         "thread_provided": "serialized",

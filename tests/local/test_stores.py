@@ -246,6 +246,8 @@ def test_a_stranger_disturbs_nobody(monkeypatch, caplog):
             with pytest.raises(fompi.ArgumentError, match=f"the store {server.address}: "):
                 store._ask(**wrong)
         assert [heard(each)[:8] for each in silent] == [served.GREETING] * 5
+        for each in silent:
+            each.close()
         assert store.get("a") == b"3"
     refused = [record.getMessage() for record in caplog.records]
     assert len(refused) == 9 and all(f"the store {server.address} refuses 127.0.0.1:" in words for words in refused)
@@ -253,9 +255,18 @@ def test_a_stranger_disturbs_nobody(monkeypatch, caplog):
     assert sum("has another FOMPI_MEMBERS_TOKEN" in words for words in refused) == 3
     assert sum("timed out" in words for words in refused) == 5
     with socket.create_server(("127.0.0.1", 0)) as other:
-        threading.Thread(target=lambda: other.accept()[0].sendall(b"220 mail.example.org ESMTP " * 3)).start()
+        mail = threading.Thread(target=greet, args=(other, b"220 mail.example.org ESMTP " * 3))
+        mail.start()
         with pytest.raises(fompi.LaunchError, match=r"what listens at fompi://127.0.0.1:\d+ is no store of fompi"):
             open_store(f"fompi://127.0.0.1:{other.getsockname()[1]}").get("a")
+        mail.join(10)
+
+
+def greet(listener, words):
+    """Say something to the first one that connects."""
+    stream, _ = listener.accept()
+    with stream:
+        stream.sendall(words)
 
 
 def heard(stream):
