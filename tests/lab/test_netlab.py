@@ -205,6 +205,7 @@ for part in range(2):
 """
 
 
+@pytest.mark.measures
 @pytest.mark.skipif(os.geteuid() != 0, reason="quotas need root")
 def test_hosts_with_unequal_cores(netlab):
     """A quota is measured, kept, and changed while the job runs. Its control groups go with the hosts."""
