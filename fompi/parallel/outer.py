@@ -418,6 +418,7 @@ class OuterSteps:
         if is_new[self.comm.rank]:
             self.steps, self._late = int(farthest[1]), now
             if (p := self.schedule.begins(now)) is not None:
+                self.steps = min(self.steps, now + self.schedule.delay - 1)  # its next step may apply it
                 rows = self._rows_now(p, self._applied)
                 self._flight = OuterExchange(now, p, rows, [np.zeros(row.size, row.dtype) for row in rows])
 
@@ -448,7 +449,8 @@ class OuterSteps:
         self.steps += 1
         if self.rule.alpha == 1:  # these islands train alone
             return {}
-        if self.schedule.begins(self.steps) is not None:
+        is_on_its_way = self._flight is not None and self._flight.step == self.steps
+        if self.schedule.begins(self.steps) is not None and not is_on_its_way:
             self._begin(get)
         if self._flight is not None:
             self._reliably(self._send)

@@ -142,13 +142,14 @@ ISLAND = textwrap.dedent("""
     from fompi.parallel.outer import OuterSteps
 
     address, name, steps, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
-    params, exchanges = {"w": np.zeros(3000), "v": np.zeros(7)}, []
+    params, exchanges = {"w": np.zeros(3000, np.float32), "v": np.zeros(7, np.float32)}, []
     options = dict(sync_every=4, fragments=2, delay=1, wire="int8", feedback=True, on_exchange=exchanges.append)
     with fompi.members.Membership(address, name=name, ttl=1.5) as membership:
         with OuterSteps(params, comm=membership, **options) as outer:
             params |= outer.received(params.__getitem__)
             while outer.steps < steps:
-                params = outer.step({key: x - np.cos(np.arange(len(x)) + ord(name)) for key, x in params.items()})
+                inner = {key: x - np.cos(np.arange(len(x), dtype=x.dtype) + ord(name)) for key, x in params.items()}
+                params = outer.step(inner)
                 (folder / f"{name}.step").write_text(str(outer.steps))
                 time.sleep(0.01)
             copies = outer.state_dict()["outer"]
