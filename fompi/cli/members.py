@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+from time import sleep
 
 from fompi.base.errors import LaunchError
 from fompi.members import Server
@@ -23,7 +24,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         with Server(options.host, options.port) as server:
             print(f"{server.address} is there for members with the same FOMPI_MEMBERS_TOKEN", flush=True)
-            signal.pause()
+            while True:
+                sleep(0.5)  # `signal.pause` would miss a signal that comes right before it
     except KeyboardInterrupt:  # the way to end it
         pass
     except OSError as error:
