@@ -4,9 +4,9 @@ First come the legs of `make quick`, in their light environment, then all others
 first, and one that waits more than it computes beside one that computes. In the end come tests that measure links, with
 nothing beside them. `make` makes or completes the environments that the chosen legs need, each before its first leg.
 
-A leg that cannot run fails. No test is skipped because something is missing, but for etcd. Each leg has a time-out,
-enforced on every process that it started. Outputs and reports stay in build/test/<leg>/. After each leg its slowest
-tests are shown.
+A leg that cannot run fails. No test is skipped because something is missing, but for etcd and torchft. Each leg has a
+time-out, enforced on every process that it started. Outputs and reports stay in build/test/<leg>/. After each leg its
+slowest tests are shown.
 
 build/legs.json keeps the times of the legs that ran whole and passed. The next run shows them beside its own, and
 `--table` writes them into CONTRIBUTING.md.
