@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, cast
 
@@ -206,7 +206,8 @@ class Communicator(Shared):
             text += f", FOMPI_MACHINE {machine.name}{detail('the machine', repr(machine))}"
         host = digest(os.uname().nodename) % (1 << VALUE_BITS)
         values = list(agree(self, text, refusal, value=host))
-        self.engine.hosts.update(zip(self.link.world_ranks, values, strict=True))
+        if not self.link.hosts:
+            self.engine.hosts.update(zip(self.link.world_ranks, values, strict=True))
         return digest(str(values))
 
     @staticmethod
@@ -361,7 +362,7 @@ class Communicator(Shared):
         known = self._paths.get(id(device))
         if known is None:
             wanted, aware = environment.value("FOMPI_PATH"), device.is_known_to_mpi()
-            hosts = [self.engine.hosts.get(rank) for rank in self.link.world_ranks]
+            hosts: Sequence[Any] = self.link.hosts or [self.engine.hosts.get(rank) for rank in self.link.world_ranks]
             device.on_fault = self.engine.blame
             known = Paths(device, self.link, lambda a, b: choose_path(wanted, hosts[a] == hosts[b], aware))
             self._paths[id(device)] = known
@@ -442,14 +443,8 @@ class Communicator(Shared):
             with suppress(Exception), self.engine.lock:
                 for rank in self.channel.departed:  # it still listens
                     self.channel.send(rank, GONE, 0)
-            self.channel.close()
-            with self.engine.lock:
-                self.plans.clear()
-                self.tickets.clear()
             devices = [paths.device for paths in self._paths.values()]
-            self._paths.clear()
-            with self.engine.lock:
-                self.link.close(self.channel.broken is None)
+            self._release(self.channel.broken is None)
             for device in devices:
                 device.tell()
 
@@ -464,13 +459,16 @@ class Communicator(Shared):
             for task in list(self.channel.active.values()):
                 task.abandon(error)
             self.closed = True
+            self._release(is_clean=False)
+
+    def _release(self, is_clean: bool) -> None:
+        """Give up what a closed communicator has. `is_clean`: no call was abandoned on it here."""
+        with self.engine.lock:
             self.channel.close()
             self.plans.clear()
             self.tickets.clear()
             self._paths.clear()
-            for rank in self.link.world_ranks if self.link.is_of_epoch else ():
-                self.engine.hosts.pop(rank, None)
-            self.link.close(is_clean=False)
+            self.link.close(is_clean)
 
     def __enter__(self) -> Communicator:
         return self

@@ -60,6 +60,11 @@ class Link:
         """True if its ranks have joined an epoch (`fompi.mpi.epoch`), or are some of those that have."""
         return self.carrier is UCX and self.world_ranks[0] >= MOST_RANKS
 
+    @property
+    def hosts(self) -> Sequence[str]:
+        """The host of each rank, where the carrier knows it. MPI does not."""
+        return self.comm.hosts if self.carrier is UCX else ()
+
     @cached_property
     def world_ranks(self) -> list[int]:
         """For each rank of this Link: its rank in MPI_COMM_WORLD."""

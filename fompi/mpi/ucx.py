@@ -327,6 +327,10 @@ class Intracomm:
     def size(self) -> int:
         return len(self.peers)
 
+    @property
+    def hosts(self) -> list[str]:
+        return [WORLD.hosts[peer] for peer in self.peers]
+
     def Get_rank(self) -> int:
         return self.rank
 
@@ -456,8 +460,7 @@ class Intracomm:
         return Intracomm.of(number, part.peers, part.world_ranks)
 
     def Split_type(self, _: object) -> Intracomm:
-        hosts = [WORLD.hosts[peer] for peer in self.peers]
-        return self.Split(hosts.index(hosts[self.rank]))
+        return self.Split(self.hosts.index(self.hosts[self.rank]))
 
     def Create_group(self, group: UcxGroup, tag: int = 0) -> Intracomm:
         """Only its members call it. They meet in the group that has the number of the tag."""

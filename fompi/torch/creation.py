@@ -59,7 +59,7 @@ class Joining:
     """A group that joins an epoch, in a thread, because torch waits for it later. Used as a `Pending`."""
 
     def __init__(self, join: Callable[[], Any]):
-        self._join, self._callbacks = join, list[Callable[[], object]]()
+        self._join = join
         self._error: BaseException | None = None
         self._thread = Thread(target=self._run, name="fompi _reconfigure", daemon=True)
         self._thread.start()
