@@ -125,9 +125,12 @@ class Section:
             return
         for channel, (comm, _) in self.begun.items():
             for known in [known for known in channel.ended.get(self.keys[channel], {}).values() if known.words]:
+                around = self._around
                 if not self._is_left:
                     for other in self.begun:
                         other.lost = _error_of(known, comm)
+                elif around is not None and around.keys.get(channel) == self.keys[channel]:
+                    around.look()  # both have begun with the same call: it is the one around that has ended
                 else:
                     self._end_late(_error_of(known, comm))
                 return

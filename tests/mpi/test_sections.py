@@ -15,6 +15,7 @@ from fompi.base.layout import split
 from fompi.parallel import repeated
 from fompi.parallel.data import SGD
 from fompi.parallel.expert import combine, dispatch, experts, moe, route
+from fompi.parallel.section import Section
 from fompi.parallel.sequence import Sharding, ring_attention, ulysses_attention, usp_attention
 from fompi.parallel.tensor import (
     attention,
@@ -150,6 +151,22 @@ def test_an_error_at_any_stage(world, comm, mesh, name):
             assert error is None, where
         for a, b in zip(call(), expected, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="there is no other rank")
+def test_an_error_that_all_ranks_have_after_the_last_call(world, comm):
+    """Each rank raises its own, also one that hears of another's before it is there. Nobody hears of one twice."""
+    for late in range(world.size):
+        with pytest.raises(Injected, match=f"of rank {world.rank}"), Section("outer"):
+            with Section("inner") as inner:
+                fompi.all_reduce(np.ones(3), comm=world)
+                inner.begin(world)
+                until = time.perf_counter() + 5
+                while world.rank == late and not world.channel.ended and time.perf_counter() < until:
+                    world.engine.progress()
+                    world.engine.receive_control()
+            raise Injected(f"of rank {world.rank}")
+        assert fompi.all_reduce(np.ones(3), comm=world).tolist() == [world.size] * 3
 
 
 # ------------------------------------------------------------------------------------------------ wrappers
