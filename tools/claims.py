@@ -205,15 +205,19 @@ CLAIMS = (
         ),
     ),
     Claim(
-        "train",
-        "Steps of a GPT by torch's own classes",
-        "Two hosts with one core each, 1 Gbit/s, 17 million parameters, 256 tokens on a rank. The same lines "
-        "on a group of gloo and on one of the backend fompi.",
+        "programs",
+        "Programs by torch's own classes",
+        "Two hosts with one core each, 1 Gbit/s. A GPT of 17 million parameters, 256 tokens on a rank; a graph and a "
+        "policy of small tensors. The same lines on a group of gloo and on one of the backend fompi: gloo / fompi.",
         (
-            Pick("DistributedDataParallel: gloo / fompi", "^DDP$", "^gloo / fompi$"),
+            Pick("DistributedDataParallel", "^DDP$", "^gloo / fompi$"),
             Pick("the same with fp16_compress_hook", "^DDP, fp16$", "^gloo / fompi$"),
+            Pick("nanoGPT's step", "^nanoGPT$", "^gloo / fompi$"),
             Pick("FSDP2", "^FSDP2$", "^gloo / fompi$"),
             Pick("1F1B", "^1F1B$", "^gloo / fompi$"),
+            Pick("interleaved 1F1B", "^interleaved 1F1B$", "^gloo / fompi$"),
+            Pick("a graph of small tensors", "^GNN$", "^gloo / fompi$"),
+            Pick("a policy, tensor by tensor", "^RL$", "^gloo / fompi$"),
         ),
     ),
     Claim(

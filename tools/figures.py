@@ -36,7 +36,7 @@ LINKS = {
     "parallel": (["--hosts", "4", "--rate", "500mbit"], 3),
     "step": (["--hosts", "2", "--rate", "1gbit"], 5),
     "ddp": (["--hosts", "2", "--rate", "1gbit"], 7),
-    "train": (["--hosts", "2", "--rate", "1gbit"], 9),
+    "programs": (["--hosts", "2", "--rate", "1gbit"], 9),
     "smaller": (["--hosts", "2", "--rate", "1gbit"], 9),
     "decode": (["--hosts", "2", "--rate", "1gbit"], 9),
     "c10d": ([], 5),

@@ -6,7 +6,7 @@
 |-----------------------------|---------------------------------------------------------------------------------------|
 | `all_reduce 16 MiB`         | the sum with each wire, beside that of float32 as it is                               |
 | `matmul_reduce_scatter`     | a product whose messages take twice as long as it does, with each wire                |
-| `DDP, int8`                 | a step of the GPT of `train.py` with `fompi.torch.wire("int8")`, beside gloo as it |
+| `DDP, int8`                 | a step of the GPT of `programs.py` with `fompi.torch.wire("int8")`, beside gloo as it |
 |                             | is and with torch's `fp16_compress_hook`                                              |
 | `encode`, `decode_add`      | the kernels of int8 on 16 MiB of float32, beside a copy                               |
 | `tensor`, `experts`, ...    | steps of the strategies (`strategy.py`)                                      |
@@ -133,7 +133,7 @@ def _step(bench: Bench) -> Row:
 
     from c10d import beside_torch
     from fompi.torch.comm_hook import wire
-    from train import FULL, QUICK
+    from programs import FULL, QUICK
     from training import data_parallel
 
     with beside_torch(bench) as (beside, group):

@@ -3,7 +3,7 @@
 | model    | what it is                                                       | suites             |
 |----------|------------------------------------------------------------------|--------------------|
 | `Blocks` | residual MLP blocks, x + gelu(x @ w1.T) @ w2.T                   | `step`, `ddp`      |
-| `Gpt`    | embeddings, blocks with attention, and what makes the logits     | `train`, `smaller` |
+| `Gpt`    | embeddings, blocks with attention, and what makes the logits     | `programs`         |
 |          | the same blocks, of which a rank has some heads and columns      | `decode`           |
 
 A model makes a `TorchTask`: its parts, and what a rank gives and wants. A step trains a task in one of torch's ways.
