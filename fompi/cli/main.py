@@ -54,10 +54,7 @@ COMMANDS = {
     "info": Command("fompi.cli.info", "versions, MPI, launcher, ranks and hosts", starts_mpi=True),
     "doctor": Command("fompi.cli.doctor", "measure the job, and list what is wrong, with remedies", starts_mpi=True),
     "plan": Command("fompi.cli.plan", "the grid of ranks of a plan"),
-    "simulate": Command(
-        "fompi.cli.simulate",
-        "the predicted trace of a plan; `simulate step`: a whole model, with and without overlap",
-    ),
+    "simulate": Command("fompi.cli.simulate", "the predicted trace of a plan"),
     "explain": Command("fompi.cli.explain", "which schedule is the best, and why"),
     "digest": Command("fompi.cli.digest", "at which call do the bits of two numbers of ranks first differ?"),
     "layout": Command("fompi.cli.layout", "the best sizes dp x tp x pp x ep x cp for a model on a machine, on paper"),

@@ -75,11 +75,6 @@ def show_parts(parts: Iterable[Table | str]) -> None:
     sys.stdout.flush()
 
 
-def is_pretty() -> bool:
-    """True if tables are drawn by rich."""
-    return _console() is not None
-
-
 def show_markdown(text: str) -> None:
     """Print Markdown. On a terminal its tables are drawn, if rich is installed."""
     console = _console()

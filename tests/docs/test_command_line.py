@@ -168,8 +168,6 @@ WRONG = {
     f"explain {GATHER} --machine nowhere": "no machine 'nowhere': no such file, and the presets are gigabit",
     f"plan {GATHER} --machine nowhere": "no machine 'nowhere': no such file, and the presets are gigabit",
     f"simulate {GATHER} --machine nowhere": "no machine 'nowhere': no such file, and the presets are gigabit",
-    "simulate step --ranks 0": "ranks=0, tokens=2048: both must be from 1 to",
-    "simulate step --ranks 8 --model gpt9": "no model 'gpt9'; choose",
     "layout --ranks 8 --model gpt9": "no model 'gpt9'; choose",
     "layout --islands 0": "islands=0 must be an integer from 1 to",
     "layout --islands 2 --seconds 0": "seconds=0.0 must be a number of at least 1e-9",
@@ -197,8 +195,6 @@ MISSPELT = {
     "try": "the following arguments are required: M,K,N",
     "try 64,64,64 --ranks 1": "--ranks 1: give 2 or more, one rank has no messages to hide",
     "try 64,64,64 --ranks 99999": "--ranks 99999: more than ",
-    "simulate step --ranks 4 --schedule ring": "simulate step takes --model, --parallel, --ranks",
-    "simulate step 4x4 --ranks 4": "simulate step takes --model, --parallel, --ranks",
     "layout": "the following arguments are required: --ranks",
     "layout --ranks 4 --between 1gbit": "--between, --seconds and --picture are for --islands",
     "layout --islands 4 --between 50mbt": "--between: '50mbt' is not a rate: write it as 250mbit or 1gbit",
@@ -356,13 +352,6 @@ def test_simulate_as_json():
         assert seconds["exposed"] == pytest.approx(seconds["wall"] - seconds["compute"]) and 0 <= row["overlap"] <= 1
 
 
-def test_a_step_as_json():
-    values = json.loads(run("simulate", "step", "--ranks", 8, "--json")[0])
-    for name in ("unfused", "fused"):
-        assert values["seconds"][name] == pytest.approx(values["layers"] * sum(part[name] for part in values["parts"]))
-    assert values["seconds"]["fused"] < values["seconds"]["unfused"]
-
-
 def test_explain_as_json():
     specs = Spec((512, 64), "float32", Shard(0)), Spec((64, 256), "float32", Shard(1))
     found = fompi.explain("all_gather_matmul", *specs, ranks=4, machine="laptop")
@@ -408,9 +397,7 @@ DRAWN = "─" * 10
 """Part of the line that rich draws below the head of a table."""
 
 
-@pytest.mark.parametrize(
-    "arguments", [f"explain {GATHER} --machine laptop", f"simulate {GATHER}", "simulate step --ranks 8", "info"]
-)
+@pytest.mark.parametrize("arguments", [f"explain {GATHER} --machine laptop", "balance --machine laptops", "info"])
 def test_tables_are_drawn_by_rich_on_a_terminal(arguments):
     """Without rich, and in a pipe, they are plain text. Both hold the same words."""
     drawn = on_a_terminal(sys.executable, "-m", "fompi", *arguments.split())
