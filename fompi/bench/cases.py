@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from fompi.bench.measure import Bench, Call
-from fompi.bench.rivals.library import OPERATIONS, Array, blocking
+from fompi.bench.rivals import OPERATIONS, Array, blocking
 from fompi.tuning.rounds import Figure
 
 M = 2048

@@ -1,4 +1,4 @@
-"""Where a benchmark runs: which ranks share a host, and plain TCP streams between hosts as a limit."""
+"""Where a benchmark runs: which ranks share a host, and what others do on its cores."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import socket
 from functools import cached_property
 from typing import Any, Self
 
-from fompi.bench.rivals.tcp import TcpRing, address, listen
 from fompi.tuning.rounds import NoiseMonitor, Runs, texts
 
 IDLE_SECONDS = 0.05
 """Silence between two calls over a network. Token buckets are full again by then, and queues are empty."""
 
 
-class TcpHosts:
-    """The hosts of the ranks of `comm` (mpi4py), and plain TCP streams between them if there are several. Collective.
+class BenchHosts:
+    """The hosts of the ranks of `comm` (mpi4py). Collective.
 
     `totals` counts the runs in which kernels ran, as far as `runs` was called. A `quick` benchmark repeats no run.
     `patience` is that of the `NoiseMonitor`, from one call of `runs` to the next.
@@ -23,16 +22,10 @@ class TcpHosts:
 
     def __init__(self, comm: Any, quick: bool = False, patience: float = math.inf):
         self.quick, self.patience = quick, patience
-        self.comm, self.rank, self.size = comm, comm.Get_rank(), comm.Get_size()
+        self.comm, self.size = comm, comm.Get_size()
         self.own = comm.Dup()  # for messages that do not belong to fompi
         self.hosts = texts(comm, socket.gethostname())
         self.totals = Runs(0, 0, 0)
-        self.ring: TcpRing | None = None
-        if not self.shared:
-            listener = listen()
-            host, port = address(listener)
-            places = [place.rpartition(":") for place in texts(comm, f"{host}:{port}")]
-            self.ring = TcpRing(self.rank, [(host, int(port)) for host, _, port in places], listener)
 
     @property
     def shared(self) -> bool:
@@ -61,31 +54,11 @@ class TcpHosts:
         return str(runs)
 
     def __str__(self) -> str:
-        where = "shared memory: no link"
-        if self.ring is not None:
-            where = f"{len(set(self.hosts))} hosts, TCP {self.ring.congestion}".rstrip()
+        where = "shared memory: no link" if self.shared else f"{len(set(self.hosts))} hosts"
         return f"{self.size} rank{'s' * (self.size > 1)}, {where}"
-
-    def exchange(self, nbytes: int) -> float:
-        """Each rank sends `nbytes` to the next one by plain TCP. Returns the seconds on this rank."""
-        if self.ring is None:
-            raise ValueError("there is no link between ranks on one host")
-        return self.ring.exchange(nbytes)
-
-    def rendezvous(self) -> str:
-        """A free address of rank 0, the same on all ranks. Collective."""
-        host = "127.0.0.1" if self.shared else socket.gethostbyname(socket.gethostname())
-        with socket.create_server(("", 0)) as free:
-            port = free.getsockname()[1]
-        return texts(self.comm, f"{host}:{port}")[0]
-
-    def close(self) -> None:
-        if self.ring is not None:
-            self.ring.close()
-        self.own.Free()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self.own.Free()

@@ -11,7 +11,7 @@ from pathlib import Path
 import fompi
 from fompi.base.errors import FompiError
 from fompi.bench import table, trial
-from fompi.bench.cluster import TcpHosts
+from fompi.bench.cluster import BenchHosts
 from fompi.bench.measure import Bench, HostPlace
 from fompi.cli.output import Progress, UsageError, show_markdown
 from fompi.cli.plan import product_of, run_file
@@ -45,8 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", nargs="?", const=table.PRINTED, metavar="FILE", help="all samples as JSON (no FILE: print it)"
     )
-    parser.add_argument("--markdown", metavar="FILE", help="the table as Markdown")
-    parser.add_argument("--plot", metavar="FILE", help="a picture, PNG or SVG (needs matplotlib)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -63,13 +61,13 @@ def run(options: argparse.Namespace) -> int:
         return status
     trial.note_threads()
     rows_of = rows_of_suite(suite, options.device is not None)
-    json, markdown, plot = options.json, options.markdown, options.plot
+    json = options.json
     with fompi.Communicator() as comm:
-        agree(comm, f"bench {suite}", table.refusal(comm.rank, json, markdown, plot))
+        agree(comm, f"bench {suite}", table.refusal(comm.rank, json))
         place = place_of(comm, options.device)
         with (
             Progress.of_rank(comm.rank, f"bench {suite}") as progress,
-            TcpHosts(comm.link.comm, options.quick) as cluster,
+            BenchHosts(comm.link.comm, options.quick) as cluster,
         ):
             bench = Bench(comm, cluster, options.rounds, options.quick, options.row, progress, like, place)
             rows = rows_of(bench)
@@ -78,17 +76,12 @@ def run(options: argparse.Namespace) -> int:
             raise FompiError(f"bench {suite}: no row has {options.row!r} in its name")
         facts = table.about(" ".join(["python -m fompi", *sys.argv[1:]]))
         if comm.rank == 0:
-            text = table.markdown(rows, facts)
             if json == table.PRINTED:
                 print(table.to_json(rows, facts), flush=True)
             else:
-                show_markdown(text)
+                show_markdown(table.markdown(rows, facts))
             if json not in (None, table.PRINTED):
                 Path(json).write_text(table.to_json(rows, facts) + "\n")
-            if markdown is not None:
-                Path(markdown).write_text(text)
-            if plot is not None:
-                table.plot(rows, plot)
     return 0
 
 

@@ -38,7 +38,7 @@ from fompi.bench.cases import (
     without_overlap,
 )
 from fompi.bench.measure import DEFAULT, Bench, Call, repeated, schedules, with_wires
-from fompi.bench.rivals.exchange import bare_exchange
+from fompi.bench.rivals import bare_exchange
 from fompi.cli.output import UsageError
 from fompi.planner.candidates import UNEVEN
 from fompi.runtime.report import lower_quartile

@@ -12,7 +12,7 @@ import numpy as np
 
 import fompi
 from fompi.base.layout import Shard, Spec, slices_in_words
-from fompi.bench.cluster import TcpHosts
+from fompi.bench.cluster import BenchHosts
 from fompi.cli.output import Progress
 from fompi.engine.communicator import Communicator
 from fompi.mpi.transport import beside_ucx
@@ -56,7 +56,7 @@ class HostPlace:
         """The call with a wait for all that it has begun."""
         return call
 
-    def setup(self, comm: Communicator, cluster: TcpHosts) -> str:
+    def setup(self, comm: Communicator, cluster: BenchHosts) -> str:
         """Where a row ran, in words."""
         return str(cluster)
 
@@ -74,7 +74,7 @@ class Bench:
     """
 
     comm: Communicator
-    cluster: TcpHosts
+    cluster: BenchHosts
     rounds: int
     quick: bool = False
     wanted: str = ""

@@ -19,7 +19,7 @@ from fompi.base.tables import Table
 from fompi.base.wires import wire_of
 from fompi.bench import fused, table
 from fompi.bench.cases import KERNEL, UNFUSED, cases_of
-from fompi.bench.cluster import TcpHosts
+from fompi.bench.cluster import BenchHosts
 from fompi.bench.measure import DEFAULT, Bench
 from fompi.cli import plan
 from fompi.cli.output import Progress, UsageError, is_first_rank, show, show_json
@@ -99,7 +99,7 @@ def run_shape(shape: Shape, ranks: int, rounds: int, json_file: str | None, wire
         agree(comm, f"try {text}", table.refusal(comm.rank, json_file))
         with (
             Progress.of_rank(comm.rank, f"try {text}") as progress,
-            TcpHosts(comm.link.comm, patience=PATIENCE) as cluster,
+            BenchHosts(comm.link.comm, patience=PATIENCE) as cluster,
         ):
             load, rows, bench = OtherLoad(cluster.comm), list[Row](), Bench(comm, cluster, rounds)
             for case in progress.each(cases_of(shape, comm.size)):
@@ -265,7 +265,7 @@ class Trial:
         cls,
         shape: tuple[int, int, int],
         size: int,
-        cluster: TcpHosts,
+        cluster: BenchHosts,
         rows: Sequence[Row],
         others: tuple[float, int] = (0.0, 0),
         wire: str = "",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import fompi
-from fompi.cli import picture, plan
-from fompi.cli.output import show_json, show_parts
+from fompi.cli import plan
+from fompi.cli.output import check_picture, show_json, show_parts
 from fompi.planner.explain import SHOWN_TIMES, Explanation
 
 EXAMPLE = "{} explain all_gather_matmul 4096x4096 4096x14336 --ranks 8 --dtype bfloat16"
@@ -22,14 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedule", metavar="A,B", help="compare only these schedules, and those without overlap")
     parser.add_argument("--timeline", action="store_true", help="the timeline of the best one, as text")
     parser.add_argument(
-        "--plot", metavar="FILE", help="timelines of the best one and of the best without overlap, SVG or PNG"
+        "--plot", metavar="FILE", help="timelines of the best one and of the best without overlap, as .svg"
     )
     parser.add_argument("--json", action="store_true", help="the candidates as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     if options.plot:
-        picture.check(options.plot)  # before the work
+        check_picture(options.plot)  # before the work
     if options.top is not None and options.top < 1:
         raise fompi.PlanError(f"--top {options.top}: show one candidate at least")
     machine = plan.machine_of(options)
@@ -43,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     if options.timeline and not options.json:
         print(explanation.timeline())
     if options.plot:
-        picture.save(explanation.plot(), options.plot)
+        Path(options.plot).write_text(explanation.plot())
     return 0
 
 

@@ -28,6 +28,7 @@ from fompi.bench.measure import Bench, repeated
 from fompi.engine.communicator import Communicator
 from fompi.torch.autoload import register
 from fompi.tuning.rounds import Figure, Row, WrongResult, difference, of_all_ranks
+from links import rendezvous
 
 SIZES = (64, 1 << 10, 1 << 14, 1 << 16, 1 << 20, 1 << 24, 100_000_000)
 QUICK_SIZES = (1 << 10,)
@@ -64,7 +65,7 @@ def start_gloo(comm: Any, address: str) -> None:
 def beside_torch(bench: Bench) -> Iterator[tuple[Bench, Any]]:
     """The benchmark beside PyTorch, whose default group is one of gloo, and a group of the backend "fompi"."""
     register()
-    start_gloo(bench.mpi, bench.cluster.rendezvous())
+    start_gloo(bench.mpi, rendezvous(bench.cluster))
     try:
         yield replace(bench, moves="gloo: threads"), dist.new_group(backend="fompi")
     finally:

@@ -31,7 +31,7 @@ from emulated import CORNER, Emulated, corner
 from fompi.base.layout import offsets, split
 from fompi.bench.cases import FusedCase
 from fompi.bench.measure import Bench, Call, plan, schedules
-from fompi.bench.rivals.exchange import bare_exchange
+from fompi.bench.rivals import bare_exchange
 from fompi.model.machine import Machine
 from fompi.mpi.transport import library
 from fompi.tuning.rounds import Figure, Row, WrongResult, best_of

@@ -26,11 +26,12 @@ from fompi.bench.cases import (
     kernel_of,
     low_end,
 )
-from fompi.bench.cluster import TcpHosts
+from fompi.bench.cluster import BenchHosts
 from fompi.bench.measure import Bench, Call, schedules
-from fompi.bench.rivals.library import Array
+from fompi.bench.rivals import Array
 from fompi.tuning.rounds import Figure, Row, geometric_mean, texts
 from fused import HELPER, LEAST_SLICED, LEAST_SLICED_CASE
+from links import rendezvous, ring
 from plain_mpi import PAIRWISE, UNFUSED, without_fompi
 from xla import Xla
 
@@ -60,7 +61,7 @@ Peer = Callable[[str, Array, Array], Call]
 
 
 @contextmanager
-def frameworks(cluster: TcpHosts, slices: Sequence[int]) -> Iterator[tuple[dict[str, Peer], dict[str, str]]]:
+def frameworks(cluster: BenchHosts, slices: Sequence[int]) -> Iterator[tuple[dict[str, Peer], dict[str, str]]]:
     """The peers by name, and the reason for each peer that cannot run here. Collective."""
     comm = cluster.comm
     if cluster.shared:
@@ -78,7 +79,7 @@ def frameworks(cluster: TcpHosts, slices: Sequence[int]) -> Iterator[tuple[dict[
             All ranks import the module before any rank connects. So no rank waits for one that cannot import it.
             """
             started: list[Any] = []
-            place = cluster.rendezvous()
+            place = rendezvous(cluster)
             reason = failure(comm, lambda: import_module(module)) or failure(comm, lambda: started.append(make(place)))
             if reason:
                 absent[name] = reason
@@ -121,7 +122,7 @@ def measured(
         errors = bench.checked(calls, case.reference(comm.rank, comm.size))
         calls[KERNEL] = kernel_of(case)
         if not cluster.shared:
-            calls[LINK] = lambda: cluster.exchange(case.sent(comm.size))
+            calls[LINK] = partial(held.enter_context(ring(cluster)).exchange, case.sent(comm.size))
         row = bench.row_of(str(case), bench.times(calls, monitor=cluster.monitor), absent=absent, errors=errors)
     return replace(
         row,

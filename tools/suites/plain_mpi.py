@@ -17,7 +17,7 @@ import numpy as np
 from fompi.bench import cases
 from fompi.bench.cases import FusedCase
 from fompi.bench.measure import Bench
-from fompi.bench.rivals.library import Array
+from fompi.bench.rivals import Array
 from messages import Requests, Sum
 from sliced import Sliced
 

@@ -34,7 +34,7 @@ import fompi
 from collectives import MIB, problem_of
 from fompi.bench.cases import KERNEL, FusedCase, grid, kernel_of
 from fompi.bench.measure import Bench, specs
-from fompi.bench.rivals.library import OPERATIONS
+from fompi.bench.rivals import OPERATIONS
 from fompi.model.fit import product_seconds, slowed
 from fompi.model.lower_bound import lower_bound
 from fompi.model.machine import NO_PACKING, Machine
