@@ -23,9 +23,6 @@ EXAMPLE = "{} bench overhead --quick"
 SUITES = ("fused", "overhead")
 """Each is a module of this room. A suite has `rows(bench) -> list[Row]`, and `rows_on_device(bench)` if it can."""
 
-MOVED = ("collectives", "c10d")
-"""Suites that the package does not have any more."""
-
 DEVICES = ("cuda", "software")
 """What `--device` may be."""
 
@@ -89,8 +86,6 @@ def suite_name(text: str) -> str:
     """The name of a suite, or that of a Python file."""
     if text in SUITES or text.endswith(".py"):
         return text
-    if text in MOVED:
-        raise argparse.ArgumentTypeError(f"{text} is a suite of a checkout: fompi bench tools/suites/{text}.py")
     raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(SUITES)}, a file SUITE.py)")
 
 

@@ -137,11 +137,6 @@ def _layout_values(made: Predicted) -> dict[str, Any]:
     return {
         **made.layout._asdict(),
         "seconds": made.seconds,
-        "compute": made.compute,
-        "bubble": made.bubble,
-        "exposed": made.exposed,
+        **{name: value for name, value in vars(made).items() if name != "layout"},
         "memory": {**made.memory._asdict(), "total": made.memory.total},
-        "tokens_rate": made.tokens_rate,
-        "flops_rate": made.flops_rate,
-        "mfu": made.mfu,
     }

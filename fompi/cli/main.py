@@ -71,9 +71,6 @@ COMMANDS = {
 }
 """The modules of the subcommands, by name. A module is imported only when its subcommand is used."""
 
-MOVED = {"check": "check is a tool of a checkout: python tools/check FILE"}
-"""Subcommands that the package does not have any more."""
-
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
@@ -125,8 +122,6 @@ def _parse(
 ) -> tuple[Any, argparse.Namespace]:
     """The module of the subcommand, and its options. Arguments without a subcommand end the process here."""
     module = None
-    if arguments[0] in MOVED:
-        parser.error(MOVED[arguments[0]])
     if command is not None:
         module = import_module(command.module)
         module.add_arguments(parsers[arguments[0]])

@@ -178,7 +178,6 @@ WRONG = {
     "bench --device software --like 64": "a shape is M,K,N",
 }
 MISSPELT = {
-    "check allreduce.xml": "check is a tool of a checkout: python tools/check FILE",
     "paln": "invalid choice: 'paln'",
     "--json": "the following arguments are required: COMMAND",
     "plan all_gathr 64x4 --ranks 4": "invalid choice: 'all_gathr'",
@@ -187,7 +186,6 @@ MISSPELT = {
     "bench overhead --rounds 0": "--rounds and --ranks are 1 or more",
     "bench --like 64,64,64": "`try M,K,N` is for the host",
     "bench": " bench: name a suite (fused, ",
-    "bench c10d": "c10d is a suite of a checkout: fompi bench tools/suites/c10d.py",
     "bench everything": "invalid choice: 'everything'",
     "try": "the following arguments are required: M,K,N",
     "try 64,64,64 --ranks 1": "--ranks 1: give 2 or more, one rank has no messages to hide",
@@ -619,7 +617,7 @@ def test_calibrate_checks_its_file_first(mpirun):
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [("fompi sim", "simulate"), ("fompi plan all_to", "all_to_all_matmul"), ("fompi slurm --part", "--partition")],
+    [("fompi sim", "simulate"), ("fompi plan all_to", "all_to_all_matmul"), ("fompi slurm --sb", "--sbatch")],
 )
 def test_completion(line, words, tmp_path):
     """The shell asks by variables (argcomplete)."""
