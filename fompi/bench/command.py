@@ -11,8 +11,7 @@ from pathlib import Path
 import fompi
 from fompi.base.errors import FompiError
 from fompi.bench import table, trial
-from fompi.bench.cluster import BenchHosts
-from fompi.bench.measure import Bench, HostPlace
+from fompi.bench.measure import Bench, BenchHosts, HostPlace
 from fompi.cli.output import Progress, UsageError, show_markdown
 from fompi.cli.plan import product_of, run_file
 from fompi.engine.handshake import agree

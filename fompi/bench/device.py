@@ -16,8 +16,7 @@ import numpy as np
 
 from fompi.backends.cuda import backend_of
 from fompi.base.errors import WaitTimeout
-from fompi.bench.cluster import BenchHosts
-from fompi.bench.measure import Call, HostPlace
+from fompi.bench.measure import BenchHosts, Call, HostPlace
 from fompi.engine.communicator import Communicator
 from fompi.runtime.default_device import device_for
 

@@ -18,9 +18,8 @@ from fompi.base.errors import LaunchError
 from fompi.base.tables import Table
 from fompi.base.wires import wire_of
 from fompi.bench import fused, table
-from fompi.bench.cases import KERNEL, UNFUSED, cases_of
-from fompi.bench.cluster import BenchHosts
-from fompi.bench.measure import DEFAULT, Bench
+from fompi.bench.fused import KERNEL, UNFUSED, cases_of
+from fompi.bench.measure import DEFAULT, Bench, BenchHosts
 from fompi.cli import plan
 from fompi.cli.output import Progress, UsageError, is_first_rank, show, show_json
 from fompi.engine.handshake import agree

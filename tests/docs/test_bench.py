@@ -15,7 +15,7 @@ import collectives
 import peers
 import plain_mpi
 from fompi.bench import device, fused
-from fompi.bench.cases import KERNEL
+from fompi.bench.fused import KERNEL
 from fompi.bench.measure import DEFAULT
 from fompi.bench.rivals import OPERATIONS
 

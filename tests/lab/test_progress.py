@@ -74,7 +74,7 @@ sys.path.insert(0, "SUITES")
 import numpy as np
 import fompi
 import papers
-from fompi.bench.cluster import BenchHosts
+from fompi.bench.measure import BenchHosts
 from fompi.bench.measure import Bench
 
 world = fompi.Communicator()

@@ -13,7 +13,7 @@ import peers
 import plain_mpi
 import planner
 from fompi.bench import fused, table, trial
-from fompi.bench.cases import FusedCase
+from fompi.bench.fused import FusedCase
 from fompi.bench.measure import DEFAULT, Bench
 from fompi.model.machine import Level, Machine
 from fompi.tuning.rounds import Row

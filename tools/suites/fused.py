@@ -10,8 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from fompi.bench import fused
-from fompi.bench.cases import FusedCase, grid
-from fompi.bench.fused import LOWER_QUARTILES
+from fompi.bench.fused import LOWER_QUARTILES, FusedCase, grid
 from fompi.bench.measure import Bench
 from fompi.runtime.report import lower_quartile
 from fompi.tuning.rounds import Figure, Row, geometric_mean

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from fompi.bench.cluster import BenchHosts
+from fompi.bench.measure import BenchHosts
 from fompi.lab.tcp import TcpRing, address, listen
 from fompi.tuning.rounds import texts
 

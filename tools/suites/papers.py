@@ -29,7 +29,7 @@ import numpy as np
 import fompi
 from emulated import CORNER, Emulated, corner
 from fompi.base.layout import offsets, split
-from fompi.bench.cases import FusedCase
+from fompi.bench.fused import FusedCase
 from fompi.bench.measure import Bench, Call, plan, schedules
 from fompi.bench.rivals import bare_exchange
 from fompi.model.machine import Machine

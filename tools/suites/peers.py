@@ -2,7 +2,7 @@
 
     mpirun -n 2 python -m fompi bench tools/suites/peers.py
 
-The grid is that of `fompi.bench.cases`. Peers run in one process, one after the other. Their threads sleep when they
+The grid is that of `fompi.bench.fused`. Peers run in one process, one after the other. Their threads sleep when they
 have nothing to do. Each peer is checked before it is timed. A peer that cannot run is in the table with the reason.
 """
 
@@ -17,7 +17,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from fompi.bench.cases import (
+from fompi.bench.fused import (
     BLOCKING,
     KERNEL,
     MOST_SLOWER,
@@ -26,8 +26,7 @@ from fompi.bench.cases import (
     kernel_of,
     low_end,
 )
-from fompi.bench.cluster import BenchHosts
-from fompi.bench.measure import Bench, Call, schedules
+from fompi.bench.measure import Bench, BenchHosts, Call, schedules
 from fompi.bench.rivals import Array
 from fompi.tuning.rounds import Figure, Row, geometric_mean, texts
 from fused import HELPER, LEAST_SLICED, LEAST_SLICED_CASE

@@ -6,7 +6,7 @@ The machine is calibrated first, in the same run. The speed of the cores is meas
 products of the calibration, because it changes within minutes if others share the cores. With `--quick` the preset
 `laptop` is taken instead of a calibration.
 
-- Between equal hosts: fused operations of the shapes of `fompi.bench.cases`, and of random shapes that the calibration
+- Between equal hosts: fused operations of the shapes of `fompi.bench.fused`, and of random shapes that the calibration
   never saw. The suite compares the prediction with the measurement, and the chosen plan with the best plan.
 - Between groups of hosts, or with a slow host: plain collectives. The suite compares the chosen plan with schedules
   that do not know about links, and with the lower bound.
@@ -32,7 +32,7 @@ import numpy as np
 
 import fompi
 from collectives import MIB, problem_of
-from fompi.bench.cases import KERNEL, FusedCase, grid, kernel_of
+from fompi.bench.fused import KERNEL, FusedCase, grid, kernel_of
 from fompi.bench.measure import Bench, specs
 from fompi.bench.rivals import OPERATIONS
 from fompi.model.fit import product_seconds, slowed
