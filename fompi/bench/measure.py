@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,7 +18,7 @@ from fompi.engine.communicator import Communicator
 from fompi.mpi.transport import beside_ucx
 from fompi.plans.meaning import layouts
 from fompi.plans.plan import Plan
-from fompi.tuning.rounds import TOLERANCE, NoiseMonitor, Row, Runs, alternate, checked, relative_error, texts
+from fompi.tuning.rounds import TOLERANCE, NoiseMonitor, Row, alternate, checked, relative_error, texts
 
 T = TypeVar("T")
 
@@ -37,16 +36,13 @@ IDLE_SECONDS = 0.05
 class BenchHosts:
     """The hosts of the ranks of `comm` (mpi4py). Collective.
 
-    `totals` counts the runs in which kernels ran, as far as `runs` was called. A `quick` benchmark repeats no run.
-    `patience` is that of the `NoiseMonitor`, from one call of `runs` to the next.
+    A `quick` benchmark repeats no run in which others disturb kernels.
     """
 
-    def __init__(self, comm: Any, quick: bool = False, patience: float = math.inf):
-        self.quick, self.patience = quick, patience
-        self.comm, self.size = comm, comm.Get_size()
+    def __init__(self, comm: Any, quick: bool = False):
+        self.quick, self.comm, self.size = quick, comm, comm.Get_size()
         self.own = comm.Dup()  # for messages that do not belong to fompi
         self.hosts = texts(comm, socket.gethostname())
-        self.totals = Runs(0, 0, 0)
 
     @property
     def shared(self) -> bool:
@@ -64,15 +60,13 @@ class BenchHosts:
 
         None if ranks share cores, or if the benchmark is quick.
         """
-        return None if self.quick else NoiseMonitor.of(self.comm, self.patience)
+        return None if self.quick else NoiseMonitor.of(self.comm)
 
     def runs(self) -> str:
-        """In words: how often others disturbed the runs since the last call. Adds to `totals`."""
+        """In words: how often others disturbed the runs since the last call."""
         if self.monitor is None:
             return "quick: no run was repeated" if self.quick else "ranks share cores"
-        runs = self.monitor.count()
-        self.totals = Runs(*map(sum, zip(self.totals, runs, strict=True)))
-        return str(runs)
+        return str(self.monitor.count())
 
     def __str__(self) -> str:
         where = "shared memory: no link" if self.shared else f"{len(set(self.hosts))} hosts"

@@ -232,16 +232,11 @@ class NoiseMonitor:
     disturbed is repeated, at most TRIES times. The number of repetitions is at most the number of runs (or TRIES, if
     that is more). Then the try with the fastest probes counts. The times of the run itself do not matter for this.
 
-    Probes, waits and repetitions since the last count may take `patience` seconds, or as long as the runs if that is
-    longer. While they have taken more, runs run once, without probes, and are not counted.
-
     Collective over `comm` (mpi4py).
     """
 
-    def __init__(self, comm: Any, patience: float = math.inf):
-        self.comm, self.patience = comm, patience
-        self._watching = self._timing = 0.0  # seconds since the last count: for probes, waits, repetitions; for runs
-        self._is_spent = False
+    def __init__(self, comm: Any):
+        self.comm = comm
         self._products = [np.ones((PROBE, PROBE), np.float32) for _ in range(3)]
         self._probe_seconds: list[float] = []
         self._turns = self._repeated = self._waited = self._disturbed = 0
@@ -249,21 +244,15 @@ class NoiseMonitor:
             self.probe()
 
     @staticmethod
-    def of(comm: Any, patience: float = math.inf) -> NoiseMonitor | None:
+    def of(comm: Any) -> NoiseMonitor | None:
         """A monitor, or None if ranks share a core: then each rank always disturbs the others. Collective."""
         cores = min(launcher.cores_per_rank(), launcher.cores_beside_other_hosts())
-        return NoiseMonitor(comm, patience) if of_all_ranks(comm, np.array([cores])).min() >= 1 else None
+        return NoiseMonitor(comm) if of_all_ranks(comm, np.array([cores])).min() >= 1 else None
 
     def probe(self) -> float:
-        """The time of a probe now, divided by its usual time: the lower decile of all probes of this rank.
-
-        0 without a probe, if there is no patience left.
-        """
-        if self._is_spent:
-            return 0.0
+        """The time of a probe now, divided by its usual time: the lower decile of all probes of this rank."""
         a, b, c = self._products
         seconds = [seconds_of(lambda: np.matmul(a, b, out=c)) for _ in range(PROBES)]
-        self._watching += sum(seconds)
         self._probe_seconds.append(min(seconds))
         return min(seconds) / float(np.quantile(self._probe_seconds, 0.1))
 
@@ -275,29 +264,17 @@ class NoiseMonitor:
             if slowest <= DISTURBED or self._waited >= WAITS * max(self._turns, TRIES):
                 return slowdown
             self._waited += 1
-            self._watching += WAIT_SECONDS
             sleep(WAIT_SECONDS)
 
     def repeat_disturbed(self, run: Callable[[], tuple[float, float]]) -> float:
         """The value of the least disturbed try of `run`, which returns (the slowest probe of this rank, value)."""
-        self._turns += not self._is_spent
+        self._turns += 1
         tries: list[tuple[float, float]] = []
         most = max(self._turns, TRIES)
-        while not tries or (
-            min(tries)[0] > DISTURBED and len(tries) < TRIES and self._repeated < most and not self._is_spent
-        ):
+        while not tries or (min(tries)[0] > DISTURBED and len(tries) < TRIES and self._repeated < most):
             self._repeated += bool(tries)
-            begun, watched = perf_counter(), self._watching
             slowdown, value = run()
-            taken = perf_counter() - begun
-            if tries:
-                self._watching = watched + taken
-            else:
-                self._timing += taken - (self._watching - watched)  # without its probes and waits
-            over = self._watching - max(self.patience, self._timing)
-            slowest, over = of_all_ranks(self.comm, np.array([slowdown, over])).max(axis=0).tolist()
-            self._is_spent = over > 0  # the same on all ranks
-            tries.append((slowest, value))
+            tries.append((float(of_all_ranks(self.comm, np.array([slowdown])).max()), value))
         self._disturbed += min(tries)[0] > DISTURBED
         return min(tries)[1]
 
@@ -314,7 +291,6 @@ class NoiseMonitor:
         """The runs since the last count."""
         runs = Runs(self._turns, self._repeated, self._disturbed)
         self._turns = self._repeated = self._waited = self._disturbed = 0
-        self._watching, self._timing, self._is_spent = 0.0, 0.0, False
         return runs
 
 

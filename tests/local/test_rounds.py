@@ -231,19 +231,6 @@ def test_the_number_of_repeated_runs_is_limited(monkeypatch):
     assert monitor.count().disturbed == 20 and monitor.count().timed == 0
 
 
-@pytest.mark.parametrize(("run", "watched"), [(0.001, 5), (0.008, 30)])
-def test_the_patience_of_a_monitor_ends(run, watched, monkeypatch, spend):
-    """Probes take 6 ms of a run, on a clock of the test. After 20 ms they take no longer than the runs themselves."""
-    begun = rounds.perf_counter()
-    monkeypatch.setattr(rounds.np, "matmul", lambda *operands, out: spend(0.001))
-    monitor = NoiseMonitor(Alone(), patience=0.0205)
-    monitor.count()
-    for _ in range(30):
-        monitor.measure(lambda: spend(run) or 1.0)
-    assert monitor.count() == (watched, 0, 0)  # all others ran without probes
-    assert rounds.perf_counter() - begun == pytest.approx(3e-3 * rounds.FIRST_PROBES + 30 * run + watched * 6e-3)
-
-
 def test_a_probe_is_slow_beside_its_usual_time(monkeypatch, spend):
     """Of its products the fastest counts: one that is disturbed does not matter."""
     seconds = [0.001]
