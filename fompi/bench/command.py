@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
         place = place_of(comm, options.device)
         with (
             Progress.of_rank(comm.rank, f"bench {suite}") as progress,
-            BenchHosts(comm.link.comm, options.quick) as cluster,
+            BenchHosts(comm.link.comm) as cluster,
         ):
             bench = Bench(comm, cluster, options.rounds, options.quick, options.row, progress, like, place)
             rows = rows_of(bench)

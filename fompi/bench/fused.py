@@ -191,7 +191,7 @@ def measured(bench: Bench, case: FusedCase, wire: str = "", rivals: Rivals = wit
 
     With a `wire` also the default schedule with messages of this form, under the name of the wire.
     """
-    comm, monitor = bench.comm, bench.cluster.monitor
+    comm, timed = bench.comm, bench.timed
     x, w = case.operands(comm.rank, comm.size)
     reference = case.reference(comm.rank, comm.size)
     operation = partial(getattr(fompi, case.operation), x, w)
@@ -205,11 +205,11 @@ def measured(bench: Bench, case: FusedCase, wire: str = "", rivals: Rivals = wit
             others[wire] = partial(operation, comm=with_wires(comm, [wire])[wire])
             errors |= bench.checked({wire: others[wire]}, reference, MOST_ROUNDED)
         unfused = {name: others[name] for name in unfused_of(others)}
-        pilot = bench.times(candidates | unfused, PILOT_ROUNDS, monitor=monitor)
+        pilot = bench.times(candidates | unfused, PILOT_ROUNDS, timed=timed)
         best, opponent = (min(names, key=lambda name: min(pilot[name])) for names in (candidates, unfused))
         exchange = exchange_of(bench.cluster.own, case, comm.size)
         calls = {KERNEL: kernel_of(case), BARE: exchange, best: candidates[best], **others}
-        samples = bench.times(calls, monitor=monitor)
+        samples = bench.times(calls, timed=timed)
         cpu = cpu_seconds(bench, exchange)
     return evaluated(bench, case, best, cpu, bench.row_of(str(case), samples, errors=errors, opponent=opponent))
 
@@ -247,7 +247,6 @@ def evaluated(bench: Bench, case: FusedCase, best: str, cpu: float, row: Row) ->
         limits={"T_c": t_c, "T_m": t_m, "bound": bound},
         figures=figures,
         marks=["void: the exchange costs too much CPU time"] * is_void,
-        progress=f"{bench.progress}; {bench.cluster.runs()}",
     )
 
 

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -18,7 +18,7 @@ from fompi.engine.communicator import Communicator
 from fompi.mpi.transport import beside_ucx
 from fompi.plans.meaning import layouts
 from fompi.plans.plan import Plan
-from fompi.tuning.rounds import TOLERANCE, NoiseMonitor, Row, alternate, checked, relative_error, texts
+from fompi.tuning.rounds import TOLERANCE, Row, alternate, checked, relative_error, texts
 
 T = TypeVar("T")
 
@@ -34,13 +34,10 @@ IDLE_SECONDS = 0.05
 
 
 class BenchHosts:
-    """The hosts of the ranks of `comm` (mpi4py). Collective.
+    """The hosts of the ranks of `comm` (mpi4py). Collective."""
 
-    A `quick` benchmark repeats no run in which others disturb kernels.
-    """
-
-    def __init__(self, comm: Any, quick: bool = False):
-        self.quick, self.comm, self.size = quick, comm, comm.Get_size()
+    def __init__(self, comm: Any):
+        self.comm, self.size = comm, comm.Get_size()
         self.own = comm.Dup()  # for messages that do not belong to fompi
         self.hosts = texts(comm, socket.gethostname())
 
@@ -53,20 +50,6 @@ class BenchHosts:
     def idle(self) -> float:
         """Seconds of silence before each call."""
         return 0.0 if self.shared else IDLE_SECONDS
-
-    @cached_property
-    def monitor(self) -> NoiseMonitor | None:
-        """Detects other users of the cores while kernels are timed. Collective at first.
-
-        None if ranks share cores, or if the benchmark is quick.
-        """
-        return None if self.quick else NoiseMonitor.of(self.comm)
-
-    def runs(self) -> str:
-        """In words: how often others disturbed the runs since the last call."""
-        if self.monitor is None:
-            return "quick: no run was repeated" if self.quick else "ranks share cores"
-        return str(self.monitor.count())
 
     def __str__(self) -> str:
         where = "shared memory: no link" if self.shared else f"{len(set(self.hosts))} hosts"
@@ -113,7 +96,7 @@ class Bench:
 
     Every row has these `rounds`. With `quick` there are fewer and smaller rows. With `wanted` only the rows run whose
     name has it, in small or capital letters. `shown` says which row runs. `like` is the shape of the rows, if it is the
-    user's. `moves` says in words how the messages of rivals progress.
+    user's. `moves` says in words how the messages of rivals progress. `timed` is that of `alternate`, for kernels.
     """
 
     comm: Communicator
@@ -125,6 +108,7 @@ class Bench:
     like: tuple[int, int, int] | None = None
     place: HostPlace = field(default_factory=HostPlace)
     moves: str = ""
+    timed: Callable[[Callable[[], float]], float] | None = None
 
     @property
     def mpi(self) -> Any:

@@ -89,7 +89,7 @@ def run_shape(shape: Shape, ranks: int, rounds: int, json_file: str | None, wire
         agree(comm, f"try {text}", table.refusal(comm.rank, json_file))
         with (
             Progress.of_rank(comm.rank, f"try {text}") as progress,
-            BenchHosts(comm.link.comm, quick=True) as cluster,
+            BenchHosts(comm.link.comm) as cluster,
         ):
             load, rows, bench = OtherLoad(cluster.comm), list[Row](), Bench(comm, cluster, rounds)
             for case in progress.each(cases_of(shape, comm.size)):

@@ -14,6 +14,7 @@ from fompi.bench.fused import LOWER_QUARTILES, FusedCase, grid
 from fompi.bench.measure import Bench
 from fompi.runtime.report import lower_quartile
 from fompi.tuning.rounds import Figure, Row, geometric_mean
+from noise import watched
 from plain_mpi import without_fompi
 
 SLICES = (2, 4, 8)
@@ -25,7 +26,9 @@ HELPER = "slices of mpi4py: a helper that polls"
 
 
 def rows(bench: Bench) -> list[Row]:
-    made = [measured(bench, case) for case in bench.each(grid(bench.quick))]
+    bench, runs = watched(bench)
+    rows = (measured(bench, case) for case in bench.each(grid(bench.quick)))
+    made = [replace(row, progress=f"{row.progress}; {runs()}") for row in rows]
     return [*made, summary(bench, made)] if made else []
 
 

@@ -31,6 +31,7 @@ from fompi.bench.rivals import Array
 from fompi.tuning.rounds import Figure, Row, geometric_mean, texts
 from fused import HELPER, LEAST_SLICED, LEAST_SLICED_CASE
 from links import rendezvous, ring
+from noise import watched
 from plain_mpi import PAIRWISE, UNFUSED, without_fompi
 from xla import Xla
 
@@ -51,8 +52,10 @@ SWITCH_SECONDS = 1e-4
 def rows(bench: Bench) -> list[Row]:
     """A row for every operation and K, and a summary."""
     slices = QUICK_SLICES if bench.quick else SLICES
+    bench, runs = watched(bench)
     with frameworks(bench.cluster, slices) as (peers, absent):
-        measured_rows = [measured(bench, case, slices, peers, absent) for case in bench.each(grid(bench.quick))]
+        made = (measured(bench, case, slices, peers, absent) for case in bench.each(grid(bench.quick)))
+        measured_rows = [replace(row, progress=f"{row.progress}; {runs()}") for row in made]
         return [*measured_rows, summary(bench, measured_rows)] if measured_rows else []
 
 
@@ -122,13 +125,13 @@ def measured(
         calls[KERNEL] = kernel_of(case)
         if not cluster.shared:
             calls[LINK] = partial(held.enter_context(ring(cluster)).exchange, case.sent(comm.size))
-        row = bench.row_of(str(case), bench.times(calls, monitor=cluster.monitor), absent=absent, errors=errors)
+        row = bench.row_of(str(case), bench.times(calls, timed=bench.timed), absent=absent, errors=errors)
     return replace(
         row,
         base=row.best(UNFUSED),
         limits={"T_c": row.median(KERNEL)} | ({} if cluster.shared else {"link": row.median(LINK)}),
         figures=figures(bench, row, row.best(FUSED)),
-        progress=f"{bench.progress}; {HELPER}; {bench.cluster.runs()}",
+        progress=f"{bench.progress}; {HELPER}",
     )
 
 
