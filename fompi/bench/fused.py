@@ -1,16 +1,8 @@
-"""The fused operations on real GEMMs against what physics allows: mpirun -n 2 python -m fompi bench fused
+"""The fused operations on real GEMMs, with overlap and without: mpirun -n 2 python -m fompi bench fused
 
 Every rank multiplies M x K by K x N in float32, and M x N elements travel: the product, or the operand of an
 all-gather. So the messages take the same time for every K (twice as long for an all-reduce), and the kernel's time is
-proportional to K. The limit of a row is
-
-    bound = max(T_c + c_m, T_m)
-
-T_c is the kernel alone in one call. T_m is the bare exchange. c_m is the CPU time of a rank in the bare exchange while
-its wait sleeps. A rank has one core, so the kernel loses this time. The bound is computed in each round, and the median
-of the rounds counts. The greater of the two medians would be less than any schedule can reach if a core changes its
-speed during the run. The table also has the ratio of lower quartiles, which other users of the cores change less. A row
-in which c_m is more than a tenth of T_m is void. A few rounds before the measurement choose the schedule of fompi.
+proportional to K. A few rounds before the measurement choose the schedule of fompi.
 
 With `--device` a row has a bound operation by several schedules, unfused, its product alone and its messages alone. The
 limit is max(product, messages), the median of what each round allows.
@@ -23,49 +15,33 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from time import process_time
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 import fompi
-from fompi.bench.measure import DEFAULT, Bench, Call, repeated, schedules, with_wires
-from fompi.bench.rivals import OPERATIONS, Array, bare_exchange, blocking
+from fompi.bench.measure import DEFAULT, Bench, Call, Calls, schedules, with_wires
 from fompi.cli.output import UsageError
 from fompi.planner.candidates import UNEVEN
-from fompi.runtime.report import lower_quartile
-from fompi.tuning.rounds import Figure, Row, best_of, geometric_mean, of_all_ranks, ratio
+from fompi.tuning.rounds import Row, best_of, ratio
+
+Array = np.ndarray[Any, Any]
+OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all")
 
 M = 2048
 KS, QUICK_KS = (512, 1024, 2048, 4096), (512,)
 KERNEL = "kernel alone"
 UNFUSED = UNFUSED_P2P, BLOCKING = "unfused, fompi P2P", "unfused, mpi4py blocking"
 
-MOST_SLOWER = 1.02
-"""The target for fompi / without overlap."""
-
 CANDIDATES = schedules({"direct": (1, 2, 4, 8, *UNEVEN), "ring": (1, 2, 4, 8)})
 """The schedules of fompi, by the names of contestants."""
-
-BARE = "bare exchange"
 
 PILOT_ROUNDS = 5
 """Rounds in which the best candidate is chosen."""
 
-PIECES = 4
-"""Pieces of a shard in the bare exchange."""
-
-LEAST_BOUND, LEAST_OVER_UNFUSED = 0.94, 1.55
-"""Targets: bound / time; without overlap / fompi in the headline row."""
-
-MOST_CPU = 0.1
-"""The most that c_m may be of T_m."""
-
 MOST_ROUNDED = 0.5
 """The most relative error of a result whose messages had a wire. Two roundings of int4 may be off by a seventh each."""
-
-LOWER_QUARTILES = ", lower quartiles"
-"""Marks figures from lower quartiles. Medians compare different moments if others use the cores now and then."""
 
 SHAPE, QUICK_SHAPE, SOFTWARE_SHAPE = (8192, 8192, 8192), (2048, 2048, 2048), (64, 64, 64)
 """M, K, N of the whole product on a device."""
@@ -152,6 +128,43 @@ def cases_of(shape: tuple[int, int, int], size: int) -> list[FusedCase]:
     ]
 
 
+def of_mpi(comm: Any, collective: str) -> Callable[[Array, Array], object]:
+    """The MPI library's own blocking call, from one array to another."""
+    calls: dict[str, Callable[[Array, Array], object]] = {
+        "all_gather": comm.Allgather,
+        "reduce_scatter": comm.Reduce_scatter_block,
+        "all_to_all": comm.Alltoall,
+        "all_reduce": comm.Allreduce,
+    }
+    return calls[collective]
+
+
+def result_rows(operation: str, size: int, rows: int) -> int:
+    """The rows of a rank's result, if the rank's x has `rows`."""
+    if operation == "all_gather_matmul":
+        return rows * size
+    return rows // size if operation == "matmul_reduce_scatter" else rows
+
+
+def blocking(operation: str, comm: Any, x: Array, w: Array) -> Callable[[], Array]:
+    """The product and the library's blocking collective, one after the other. Buffers are made once."""
+    collective = of_mpi(comm, operation.removeprefix("matmul_").removesuffix("_matmul"))
+    y = np.empty((result_rows(operation, comm.Get_size(), len(x)), w.shape[1]), x.dtype)
+    gathers = operation == "all_gather_matmul"
+    between = np.empty((len(y), x.shape[1]) if gathers else (len(x), w.shape[1]), x.dtype)
+
+    def call() -> Array:
+        if gathers:
+            collective(x, between)
+            np.matmul(between, w, out=y)
+        else:
+            np.matmul(x, w, out=between)
+            collective(between, y)
+        return y
+
+    return call
+
+
 def kernel_of(case: FusedCase) -> Call:
     """The product of one rank, in one call."""
     m, inner, outer = case.product
@@ -168,26 +181,25 @@ def without_overlap(bench: Bench, held: ExitStack, case: FusedCase) -> dict[str,
     }
 
 
-def low_end(slower: Figure, most: float | None) -> Figure:
-    """The low end of the interval of a ratio that should not be much above 1."""
-    assert slower.interval is not None
-    return Figure(f"low end of {slower.name}", slower.interval.low, most=most)
-
-
 # ----------------------------------------------------------------------------------------------------------- the rows
 
 
 def rows(bench: Bench) -> list[Row]:
-    measured_rows = [measured(bench, case) for case in bench.each(grid(bench.quick))]
-    return [*measured_rows, summary(bench, measured_rows)] if measured_rows else []
+    return [measured(bench, case) for case in bench.each(grid(bench.quick))]
 
 
 Rivals = Callable[[Bench, ExitStack, FusedCase], Mapping[str, Call]]
 """The contestants besides fompi, bound until the stack closes them. The names of those without overlap begin so."""
 
 
-def measured(bench: Bench, case: FusedCase, wire: str = "", rivals: Rivals = without_overlap) -> Row:
-    """The best schedule of fompi, the default one, and rivals.
+def measured(
+    bench: Bench,
+    case: FusedCase,
+    wire: str = "",
+    rivals: Rivals = without_overlap,
+    beside: Calls = MappingProxyType({}),
+) -> Row:
+    """The best schedule of fompi, the default one, and rivals. `beside` them: calls that have no result.
 
     With a `wire` also the default schedule with messages of this form, under the name of the wire.
     """
@@ -207,11 +219,9 @@ def measured(bench: Bench, case: FusedCase, wire: str = "", rivals: Rivals = wit
         unfused = {name: others[name] for name in unfused_of(others)}
         pilot = bench.times(candidates | unfused, PILOT_ROUNDS, timed=timed)
         best, opponent = (min(names, key=lambda name: min(pilot[name])) for names in (candidates, unfused))
-        exchange = exchange_of(bench.cluster.own, case, comm.size)
-        calls = {KERNEL: kernel_of(case), BARE: exchange, best: candidates[best], **others}
-        samples = bench.times(calls, timed=timed)
-        cpu = cpu_seconds(bench, exchange)
-    return evaluated(bench, case, best, cpu, bench.row_of(str(case), samples, errors=errors, opponent=opponent))
+        calls = {KERNEL: kernel_of(case), **beside, best: candidates[best], **others}
+        row = bench.row_of(str(case), bench.times(calls, timed=timed), base=best, errors=errors, opponent=opponent)
+    return replace(row, figures=[row.ratio(row.best(unfused_of(row.samples)), best), row.ratio(DEFAULT, best)])
 
 
 def unfused_of(names: Iterable[str]) -> list[str]:
@@ -221,68 +231,6 @@ def unfused_of(names: Iterable[str]) -> list[str]:
 
 def is_available(operation: str, how: dict[str, Any]) -> bool:
     return operation != "matmul_all_to_all" or how["schedule"] == "direct"
-
-
-def evaluated(bench: Bench, case: FusedCase, best: str, cpu: float, row: Row) -> Row:
-    """The row with its limits, figures and marks. `best` is fompi's best schedule, `cpu` is c_m."""
-    t_c, t_m, asked = row.median(KERNEL), row.median(BARE), bench.asked
-    bound = median(max(c + cpu, m) for c, m in zip(row.samples[KERNEL], row.samples[BARE], strict=True))
-    unfused = row.best(unfused_of(row.samples))
-    quartiles = {name: lower_quartile(samples) for name, samples in row.samples.items()}
-    soonest = max(quartiles[KERNEL] + cpu, quartiles[BARE])
-    is_headline = case.operation == "matmul_reduce_scatter" and case.k == 1024
-    least = asked(LEAST_OVER_UNFUSED) if is_headline else None
-    figures = [
-        Figure("bound / time", bound / row.median(best), limit=1.0),
-        row.ratio(unfused, best, least=least, limit=(t_c + t_m) / bound),
-        low_end(row.ratio(best, unfused), most=asked(MOST_SLOWER)),
-        Figure("c_m / T_m", cpu / t_m, most=asked(MOST_CPU)),
-        Figure(f"bound / time{LOWER_QUARTILES}", soonest / quartiles[best], limit=1.0),
-        row.ratio(DEFAULT, best),
-    ]
-    is_void = not bench.cluster.shared and cpu > MOST_CPU * t_m
-    return replace(
-        row,
-        base=best,
-        limits={"T_c": t_c, "T_m": t_m, "bound": bound},
-        figures=figures,
-        marks=["void: the exchange costs too much CPU time"] * is_void,
-    )
-
-
-def summary(bench: Bench, measured_rows: list[Row]) -> Row:
-    """Geometric means. Rows that are void do not count for the bound."""
-    valid = [row for row in measured_rows if not row.marks]
-
-    def mean(name: str, rows: list[Row], kind: int, **targets: Any) -> Figure:
-        return Figure(name, geometric_mean(row.figures[kind].value for row in rows), **targets)
-
-    means = []
-    if valid:
-        what = f"geometric mean of {len(valid)} rows"
-        means.append(mean(f"bound / time, {what}", valid, 0, least=bench.asked(LEAST_BOUND), limit=1.0))
-        means.append(mean(f"bound / time{LOWER_QUARTILES}, {what}", valid, 4, limit=1.0))
-    means.append(mean(f"{DEFAULT} / the best of fompi, geometric mean", measured_rows, 5))
-    return Row("all rows", str(bench.cluster), figures=means)
-
-
-def exchange_of(own: Any, case: FusedCase, size: int) -> Call:
-    """The messages of the operation. An all-reduce moves its shards twice."""
-    once = bare_exchange(own, case.m // size * case.n * 4, PIECES)
-    return partial(repeated, once, 2) if case.operation == "matmul_all_reduce" else once
-
-
-def cpu_seconds(bench: Bench, exchange: Call) -> float:
-    """The CPU time of a rank in the bare exchange: the mean over the ranks."""
-    spent: list[float] = []
-
-    def timed() -> None:
-        begun = process_time()
-        exchange()
-        spent.append(process_time() - begun)
-
-    bench.times({BARE: timed}, 7)
-    return float(of_all_ranks(bench.mpi, np.array([median(spent)])).mean())
 
 
 # ---------------------------------------------------------------------------------------------------- on a device

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
-from fompi.cli.facts import collect
+from fompi.cli.info import collect
 from fompi.cli.output import check_writable
 from fompi.runtime.report import percentile
 from fompi.tuning.rounds import UNITS, Figure, Row

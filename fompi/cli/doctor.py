@@ -28,7 +28,6 @@ from fompi.base.errors import FompiError, WaitTimeout
 from fompi.base.layout import Shard, Spec
 from fompi.base.tables import Table
 from fompi.cli import info, up
-from fompi.cli.facts import collect
 from fompi.cli.findings import (
     BETWEEN,
     PRODUCT,
@@ -42,6 +41,7 @@ from fompi.cli.findings import (
     milliseconds,
     wall_ahead,
 )
+from fompi.cli.info import collect
 from fompi.cli.output import Progress, UsageError, show, show_json
 from fompi.engine import faults
 from fompi.engine.communicator import Communicator

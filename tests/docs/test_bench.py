@@ -15,9 +15,8 @@ import collectives
 import peers
 import plain_mpi
 from fompi.bench import device, fused
-from fompi.bench.fused import KERNEL
+from fompi.bench.fused import KERNEL, OPERATIONS
 from fompi.bench.measure import DEFAULT
-from fompi.bench.rivals import OPERATIONS
 
 SUITES = "tools/suites"
 """The suites that are not in the wheel, from the folder of the project."""

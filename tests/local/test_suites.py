@@ -12,7 +12,7 @@ import papers
 import peers
 import plain_mpi
 import planner
-from fompi.bench import fused, table, trial
+from fompi.bench import table, trial
 from fompi.bench.fused import FusedCase
 from fompi.bench.measure import DEFAULT, Bench
 from fompi.model.machine import Level, Machine
@@ -41,12 +41,12 @@ def samples(**seconds):
 
 
 def fused_row(best=1.06, unfused=1.9, sliced=1.2, cpu=0.02, shared=False, k=512):
-    named = samples(**{peers.KERNEL: 1.0, fused.BARE: 0.9, DEFAULT: 1.1, "fompi direct, 2 slices": best})
+    named = samples(**{peers.KERNEL: 1.0, sliced_fused.BARE: 0.9, DEFAULT: 1.1, "fompi direct, 2 slices": best})
     named |= dict.fromkeys(plain_mpi.UNFUSED, [unfused] * 7)
     named |= {f"{n} slices, {way}": [sliced] * 7 for n in sliced_fused.SLICES for way in ("library", "P2P")}
     case = FusedCase("matmul_reduce_scatter", 2048, 2048, k)
-    row = Row(str(case), "two hosts", named)
-    row = fused.evaluated(bench(shared), case, "fompi direct, 2 slices", cpu, row)
+    row = Row(str(case), "two hosts", named, "fompi direct, 2 slices")
+    row = sliced_fused.evaluated(bench(shared), case, cpu, row)
     return sliced_fused.with_slices(bench(shared), row)
 
 

@@ -14,9 +14,8 @@ import fompi
 import peers
 import plain_mpi
 from fompi.base.errors import LayoutError
-from fompi.bench.fused import FusedCase
+from fompi.bench.fused import OPERATIONS, FusedCase, blocking
 from fompi.bench.measure import DEFAULT, Bench, BenchHosts
-from fompi.bench.rivals import OPERATIONS, blocking
 from fompi.tuning.rounds import relative_error
 from gloo import Gloo
 from links import rendezvous, ring

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 import fompi
+from fompi.bench.fused import of_mpi
 from fompi.bench.measure import DEFAULT, Bench, Call, HostPlace
-from fompi.bench.rivals import of_mpi
 from fompi.schedules.registry import can_move
 from fompi.tuning.rounds import Row
 from links import ring

@@ -20,16 +20,14 @@ from typing import Any
 from fompi.bench.fused import (
     BLOCKING,
     KERNEL,
-    MOST_SLOWER,
+    Array,
     FusedCase,
     grid,
     kernel_of,
-    low_end,
 )
 from fompi.bench.measure import Bench, BenchHosts, Call, schedules
-from fompi.bench.rivals import Array
 from fompi.tuning.rounds import Figure, Row, geometric_mean, texts
-from fused import HELPER, LEAST_SLICED, LEAST_SLICED_CASE
+from fused import HELPER, LEAST_SLICED, LEAST_SLICED_CASE, MOST_SLOWER, low_end
 from links import rendezvous, ring
 from noise import watched
 from plain_mpi import PAIRWISE, UNFUSED, without_fompi

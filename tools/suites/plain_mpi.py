@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from fompi.bench import fused
-from fompi.bench.fused import FusedCase
+from fompi.bench.fused import Array, FusedCase
 from fompi.bench.measure import Bench
-from fompi.bench.rivals import Array
 from messages import Requests, Sum
 from sliced import Sliced
 

@@ -32,9 +32,8 @@ import numpy as np
 
 import fompi
 from collectives import MIB, problem_of
-from fompi.bench.fused import KERNEL, FusedCase, grid, kernel_of
+from fompi.bench.fused import KERNEL, OPERATIONS, FusedCase, grid, kernel_of
 from fompi.bench.measure import Bench, specs
-from fompi.bench.rivals import OPERATIONS
 from fompi.model.fit import product_seconds, slowed
 from fompi.model.lower_bound import lower_bound
 from fompi.model.machine import NO_PACKING, Machine
