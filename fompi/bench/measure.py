@@ -193,8 +193,3 @@ def specs(operation: str, size: int, *tensors: np.ndarray) -> Iterator[Spec]:
 def with_wires(comm: Communicator, wires: Iterable[str | None]) -> dict[str, Communicator]:
     """The communicator with each wire, by its name. None: messages of float32 as they are."""
     return {wire or "float32": comm.using(wire=wire) for wire in wires}
-
-
-def repeated(call: Call, times: int) -> None:
-    for _ in range(times):
-        call()

@@ -296,14 +296,7 @@ def _receive(stream, nbytes, keep=False):
 # ------------------------------------------------------------------------------------------------------------ requests
 
 
-REQUESTS: dict = {
-    "facts": facts,
-    "clock": clock,
-    "kernels": kernels,
-    "write": write,
-    "listen": listen,
-    "connect": connect,
-}
+REQUESTS = {each.__name__: each for each in (facts, clock, kernels, write, listen, connect)}
 
 
 def serve(requests, answers):

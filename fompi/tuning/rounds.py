@@ -146,16 +146,6 @@ def difference(name: str, slow: Sequence[float], fast: Sequence[float], **target
     return Figure(name, statistics.median(paired), "us", median_interval(paired), **targets)
 
 
-def median_figure(name: str, seconds: Sequence[float], unit: str = "us", **targets: float | None) -> Figure:
-    """The median in microseconds ("us") or milliseconds ("ms"), with its interval."""
-    times = [UNITS[unit] * s for s in seconds]
-    return Figure(name, statistics.median(times), unit, median_interval(times), **targets)
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    return math.exp(statistics.fmean(map(math.log, values)))
-
-
 # --------------------------------------------------------------------------------------------------------- the loop
 
 

@@ -19,12 +19,12 @@ from fompi.tuning.rounds import (
     alternate,
     best_of,
     checked,
-    geometric_mean,
     median_interval,
     ratio,
     relative_error,
     texts,
 )
+from means import geometric_mean
 from noise import TRIES, NoiseMonitor
 from planner import over_best
 

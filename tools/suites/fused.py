@@ -27,9 +27,10 @@ import numpy as np
 from exchange import bare_exchange
 from fompi.bench import fused
 from fompi.bench.fused import KERNEL, FusedCase, grid, unfused_of
-from fompi.bench.measure import DEFAULT, Bench, Call, repeated
+from fompi.bench.measure import DEFAULT, Bench, Call
 from fompi.runtime.report import lower_quartile
-from fompi.tuning.rounds import Figure, Row, geometric_mean, of_all_ranks
+from fompi.tuning.rounds import Figure, Row, of_all_ranks
+from means import geometric_mean, repeated
 from noise import watched
 from plain_mpi import without_fompi
 

@@ -26,9 +26,10 @@ from fompi.bench.fused import (
     kernel_of,
 )
 from fompi.bench.measure import Bench, BenchHosts, Call, schedules
-from fompi.tuning.rounds import Figure, Row, geometric_mean, texts
+from fompi.tuning.rounds import Figure, Row, texts
 from fused import HELPER, LEAST_SLICED, LEAST_SLICED_CASE, MOST_SLOWER, low_end
 from links import rendezvous, ring
+from means import geometric_mean
 from noise import watched
 from plain_mpi import PAIRWISE, UNFUSED, without_fompi
 from xla import Xla

@@ -26,7 +26,8 @@ from fompi.backends.numpy import Numpy
 from fompi.base.wires import WIRES
 from fompi.bench.measure import Bench, Call, Calls, with_wires
 from fompi.engine.communicator import Communicator
-from fompi.tuning.rounds import Row, median_figure
+from fompi.tuning.rounds import Row
+from means import median_figure
 from strategy import (
     Dimensions,
     Makers,
