@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 import fompi
-from fompi.bench.measure import DEFAULT, Bench, Call, Calls, schedules, with_wires
+from fompi.bench.measure import DEFAULT, Bench, Call, Calls, schedules
 from fompi.cli.output import UsageError
 from fompi.planner.candidates import UNEVEN
 from fompi.tuning.rounds import Row, best_of, ratio
@@ -214,7 +214,7 @@ def measured(
         others: dict[str, Call] = {DEFAULT: default, **rivals(bench, held, case)}
         errors = bench.checked(candidates | others, reference)
         if wire:
-            others[wire] = partial(operation, comm=with_wires(comm, [wire])[wire])
+            others[wire] = partial(operation, comm=comm.using(wire=wire))
             errors |= bench.checked({wire: others[wire]}, reference, MOST_ROUNDED)
         unfused = {name: others[name] for name in unfused_of(others)}
         pilot = bench.times(candidates | unfused, PILOT_ROUNDS, timed=timed)

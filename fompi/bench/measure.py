@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -188,8 +188,3 @@ def specs(operation: str, size: int, *tensors: np.ndarray) -> Iterator[Spec]:
         if isinstance(layout, Shard):
             shape[layout.dim] *= size
         yield Spec(tuple(shape), str(tensor.dtype), layout)
-
-
-def with_wires(comm: Communicator, wires: Iterable[str | None]) -> dict[str, Communicator]:
-    """The communicator with each wire, by its name. None: messages of float32 as they are."""
-    return {wire or "float32": comm.using(wire=wire) for wire in wires}
