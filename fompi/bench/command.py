@@ -11,8 +11,7 @@ from pathlib import Path
 import fompi
 from fompi.base.errors import FompiError
 from fompi.bench import table, trial
-from fompi.bench.cluster import TcpHosts
-from fompi.bench.measure import Bench, HostPlace
+from fompi.bench.measure import Bench, BenchHosts, HostPlace
 from fompi.cli.output import Progress, UsageError, show_markdown
 from fompi.cli.plan import product_of, run_file
 from fompi.engine.handshake import agree
@@ -22,9 +21,6 @@ EXAMPLE = "{} bench overhead --quick"
 
 SUITES = ("fused", "overhead")
 """Each is a module of this room. A suite has `rows(bench) -> list[Row]`, and `rows_on_device(bench)` if it can."""
-
-MOVED = ("collectives", "c10d")
-"""Suites that the package does not have any more."""
 
 DEVICES = ("cuda", "software")
 """What `--device` may be."""
@@ -45,8 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", nargs="?", const=table.PRINTED, metavar="FILE", help="all samples as JSON (no FILE: print it)"
     )
-    parser.add_argument("--markdown", metavar="FILE", help="the table as Markdown")
-    parser.add_argument("--plot", metavar="FILE", help="a picture, PNG or SVG (needs matplotlib)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -63,13 +57,13 @@ def run(options: argparse.Namespace) -> int:
         return status
     trial.note_threads()
     rows_of = rows_of_suite(suite, options.device is not None)
-    json, markdown, plot = options.json, options.markdown, options.plot
+    json = options.json
     with fompi.Communicator() as comm:
-        agree(comm, f"bench {suite}", table.refusal(comm.rank, json, markdown, plot))
+        agree(comm, f"bench {suite}", table.refusal(comm.rank, json))
         place = place_of(comm, options.device)
         with (
             Progress.of_rank(comm.rank, f"bench {suite}") as progress,
-            TcpHosts(comm.link.comm, options.quick) as cluster,
+            BenchHosts(comm.link.comm) as cluster,
         ):
             bench = Bench(comm, cluster, options.rounds, options.quick, options.row, progress, like, place)
             rows = rows_of(bench)
@@ -78,17 +72,12 @@ def run(options: argparse.Namespace) -> int:
             raise FompiError(f"bench {suite}: no row has {options.row!r} in its name")
         facts = table.about(" ".join(["python -m fompi", *sys.argv[1:]]))
         if comm.rank == 0:
-            text = table.markdown(rows, facts)
             if json == table.PRINTED:
                 print(table.to_json(rows, facts), flush=True)
             else:
-                show_markdown(text)
+                show_markdown(table.markdown(rows, facts))
             if json not in (None, table.PRINTED):
                 Path(json).write_text(table.to_json(rows, facts) + "\n")
-            if markdown is not None:
-                Path(markdown).write_text(text)
-            if plot is not None:
-                table.plot(rows, plot)
     return 0
 
 
@@ -96,8 +85,6 @@ def suite_name(text: str) -> str:
     """The name of a suite, or that of a Python file."""
     if text in SUITES or text.endswith(".py"):
         return text
-    if text in MOVED:
-        raise argparse.ArgumentTypeError(f"{text} is a suite of a checkout: fompi bench tools/suites/{text}.py")
     raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(SUITES)}, a file SUITE.py)")
 
 

@@ -16,8 +16,7 @@ import numpy as np
 
 from fompi.backends.cuda import backend_of
 from fompi.base.errors import WaitTimeout
-from fompi.bench.cluster import TcpHosts
-from fompi.bench.measure import Call, HostPlace
+from fompi.bench.measure import BenchHosts, Call, HostPlace
 from fompi.engine.communicator import Communicator
 from fompi.runtime.default_device import device_for
 
@@ -54,7 +53,7 @@ class DevicePlace(HostPlace):
                 raise WaitTimeout(f"the kernels on {self.device!r} are not done after {self.patience:g} s")
         return result
 
-    def setup(self, comm: Communicator, cluster: TcpHosts) -> str:
+    def setup(self, comm: Communicator, cluster: BenchHosts) -> str:
         return f"{self._card()}; {comm.paths(self.device).title}; {cluster}"
 
     def _card(self) -> str:

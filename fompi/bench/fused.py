@@ -1,14 +1,8 @@
-"""The fused operations on real GEMMs against what physics allows: mpirun -n 2 python -m fompi bench fused
+"""The fused operations on real GEMMs, with overlap and without: mpirun -n 2 python -m fompi bench fused
 
-The settings are those of `fompi.bench.cases`. The limit of a row is
-
-    bound = max(T_c + c_m, T_m)
-
-T_c is the kernel alone in one call. T_m is the bare exchange. c_m is the CPU time of a rank in the bare exchange while
-its wait sleeps. A rank has one core, so the kernel loses this time. The bound is computed in each round, and the median
-of the rounds counts. The greater of the two medians would be less than any schedule can reach if a core changes its
-speed during the run. The table also has the ratio of lower quartiles, which other users of the cores change less. A row
-in which c_m is more than a tenth of T_m is void. A few rounds before the measurement choose the schedule of fompi.
+Every rank multiplies M x K by K x N in float32, and M x N elements travel: the product, or the operand of an
+all-gather. So the messages take the same time for every K (twice as long for an all-reduce), and the kernel's time is
+proportional to K. A few rounds before the measurement choose the schedule of fompi.
 
 With `--device` a row has a bound operation by several schedules, unfused, its product alone and its messages alone. The
 limit is max(product, messages), the median of what each round allows.
@@ -18,54 +12,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from time import process_time
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 import fompi
-from fompi.bench.cases import (
-    KERNEL,
-    MOST_SLOWER,
-    FusedCase,
-    cases_of,
-    grid,
-    kernel_of,
-    low_end,
-    without_overlap,
-)
-from fompi.bench.measure import DEFAULT, Bench, Call, repeated, schedules, with_wires
-from fompi.bench.rivals.exchange import bare_exchange
+from fompi.bench.measure import DEFAULT, Bench, Call, Calls, schedules
 from fompi.cli.output import UsageError
 from fompi.planner.candidates import UNEVEN
-from fompi.runtime.report import lower_quartile
-from fompi.tuning.rounds import Figure, Row, best_of, geometric_mean, of_all_ranks, ratio
+from fompi.tuning.rounds import Row, best_of, ratio
+
+Array = np.ndarray[Any, Any]
+OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all")
+
+M = 2048
+KS, QUICK_KS = (512, 1024, 2048, 4096), (512,)
+KERNEL = "kernel alone"
+UNFUSED = UNFUSED_P2P, BLOCKING = "unfused, fompi P2P", "unfused, mpi4py blocking"
 
 CANDIDATES = schedules({"direct": (1, 2, 4, 8, *UNEVEN), "ring": (1, 2, 4, 8)})
 """The schedules of fompi, by the names of contestants."""
 
-BARE = "bare exchange"
-
 PILOT_ROUNDS = 5
 """Rounds in which the best candidate is chosen."""
 
-PIECES = 4
-"""Pieces of a shard in the bare exchange."""
-
-LEAST_BOUND, LEAST_OVER_UNFUSED = 0.94, 1.55
-"""Targets: bound / time; without overlap / fompi in the headline row. Others are those of `fompi.bench.cases`."""
-
-MOST_CPU = 0.1
-"""The most that c_m may be of T_m."""
-
 MOST_ROUNDED = 0.5
 """The most relative error of a result whose messages had a wire. Two roundings of int4 may be off by a seventh each."""
-
-LOWER_QUARTILES = ", lower quartiles"
-"""Marks figures from lower quartiles. Medians compare different moments if others use the cores now and then."""
 
 SHAPE, QUICK_SHAPE, SOFTWARE_SHAPE = (8192, 8192, 8192), (2048, 2048, 2048), (64, 64, 64)
 """M, K, N of the whole product on a device."""
@@ -83,21 +59,151 @@ LIMIT = f"max({PRODUCT}, {MESSAGES})"
 DEVICE_PILOT_ROUNDS = 3
 
 
+@dataclass(frozen=True)
+class FusedCase:
+    """One operation and the size of its kernel on every rank: M x K x N."""
+
+    operation: str
+    m: int
+    n: int
+    k: int
+
+    def __str__(self) -> str:
+        return f"{self.operation}, M={self.m} N={self.n} K={self.k}"
+
+    def operands(self, rank: int, size: int) -> tuple[Array, Array]:
+        """x and w of a rank."""
+        generator = np.random.default_rng([rank, self.k])
+        x, w = (generator.standard_normal(shape, np.float32) for shape in self.shapes(size))
+        return x, w
+
+    @property
+    def gathers(self) -> bool:
+        return self.operation == "all_gather_matmul"
+
+    def shapes(self, size: int) -> list[tuple[int, int]]:
+        """Those of x and w of a rank."""
+        m, inner, outer = self.product
+        return [(m // size if self.gathers else m, inner), (inner, outer)]
+
+    def reference(self, rank: int, size: int) -> Array:
+        """The result of a rank, in float64."""
+        operands = [[t.astype(float) for t in self.operands(source, size)] for source in range(size)]
+        if self.gathers:
+            return np.concatenate([x for x, _ in operands]) @ operands[rank][1]
+        rows = self.m // size
+        own = slice(None) if self.operation == "matmul_all_reduce" else slice(rank * rows, (rank + 1) * rows)
+        terms = [x[own] @ w for x, w in operands]
+        return np.concatenate(terms) if self.operation == "matmul_all_to_all" else sum(terms[1:], terms[0])
+
+    @property
+    def product(self) -> tuple[int, int, int]:
+        """The sizes of the product of a rank: rows, the inner dimension, columns."""
+        inner, outer = (self.n, self.k) if self.gathers else (self.k, self.n)
+        return self.m, inner, outer
+
+    def sent(self, size: int) -> int:
+        """Bytes that each rank sends."""
+        return self.m * self.n * 4 * (size - 1) // size * (2 if self.operation == "matmul_all_reduce" else 1)
+
+
+def grid(quick: bool) -> list[FusedCase]:
+    """Each operation with each K."""
+    edge, ks = (M // 4, QUICK_KS) if quick else (M, KS)
+    return [FusedCase(operation, edge, edge, k) for operation in OPERATIONS for k in ks]
+
+
+def cases_of(shape: tuple[int, int, int], size: int) -> list[FusedCase]:
+    """Every fused operation on the global shapes x[m, k] @ w[k, n].
+
+    Sizes are rounded up to multiples of `size`, because the rivals need even shards.
+    """
+    m, k, n = (-(-total // size) * size for total in shape)
+    rows = -(-m // size**2) * size  # each rank has own rows and sends some to each other
+    return [
+        FusedCase("all_gather_matmul", m, k, n // size),
+        FusedCase("matmul_reduce_scatter", m, n, k // size),
+        FusedCase("matmul_all_reduce", m, n, k // size),
+        FusedCase("matmul_all_to_all", rows, n, k),
+    ]
+
+
+def of_mpi(comm: Any, collective: str) -> Callable[[Array, Array], object]:
+    """The MPI library's own blocking call, from one array to another."""
+    calls: dict[str, Callable[[Array, Array], object]] = {
+        "all_gather": comm.Allgather,
+        "reduce_scatter": comm.Reduce_scatter_block,
+        "all_to_all": comm.Alltoall,
+        "all_reduce": comm.Allreduce,
+    }
+    return calls[collective]
+
+
+def result_rows(operation: str, size: int, rows: int) -> int:
+    """The rows of a rank's result, if the rank's x has `rows`."""
+    if operation == "all_gather_matmul":
+        return rows * size
+    return rows // size if operation == "matmul_reduce_scatter" else rows
+
+
+def blocking(operation: str, comm: Any, x: Array, w: Array) -> Callable[[], Array]:
+    """The product and the library's blocking collective, one after the other. Buffers are made once."""
+    collective = of_mpi(comm, operation.removeprefix("matmul_").removesuffix("_matmul"))
+    y = np.empty((result_rows(operation, comm.Get_size(), len(x)), w.shape[1]), x.dtype)
+    gathers = operation == "all_gather_matmul"
+    between = np.empty((len(y), x.shape[1]) if gathers else (len(x), w.shape[1]), x.dtype)
+
+    def call() -> Array:
+        if gathers:
+            collective(x, between)
+            np.matmul(between, w, out=y)
+        else:
+            np.matmul(x, w, out=between)
+            collective(between, y)
+        return y
+
+    return call
+
+
+def kernel_of(case: FusedCase) -> Call:
+    """The product of one rank, in one call."""
+    m, inner, outer = case.product
+    a, b = np.ones((m, inner), np.float32), np.ones((inner, outer), np.float32)
+    return partial(np.matmul, a, b, out=np.empty((m, outer), np.float32))
+
+
+def without_overlap(bench: Bench, held: ExitStack, case: FusedCase) -> dict[str, Call]:
+    """The operation without overlap: by messages of fompi, bound until `held` closes it, and by the MPI library."""
+    x, w = case.operands(bench.comm.rank, bench.comm.size)
+    return {
+        **bench.by_schedules(held, case.operation, {UNFUSED_P2P: {"schedule": "unfused_p2p"}}, x=x, w=w),
+        BLOCKING: blocking(case.operation, bench.cluster.own, x, w),
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------- the rows
+
+
 def rows(bench: Bench) -> list[Row]:
-    measured_rows = [measured(bench, case) for case in bench.each(grid(bench.quick))]
-    return [*measured_rows, summary(bench, measured_rows)] if measured_rows else []
+    return [measured(bench, case) for case in bench.each(grid(bench.quick))]
 
 
 Rivals = Callable[[Bench, ExitStack, FusedCase], Mapping[str, Call]]
 """The contestants besides fompi, bound until the stack closes them. The names of those without overlap begin so."""
 
 
-def measured(bench: Bench, case: FusedCase, wire: str = "", rivals: Rivals = without_overlap) -> Row:
-    """The best schedule of fompi, the default one, and rivals.
+def measured(
+    bench: Bench,
+    case: FusedCase,
+    wire: str = "",
+    rivals: Rivals = without_overlap,
+    beside: Calls = MappingProxyType({}),
+) -> Row:
+    """The best schedule of fompi, the default one, and rivals. `beside` them: calls that have no result.
 
     With a `wire` also the default schedule with messages of this form, under the name of the wire.
     """
-    comm, monitor = bench.comm, bench.cluster.monitor
+    comm, timed = bench.comm, bench.timed
     x, w = case.operands(comm.rank, comm.size)
     reference = case.reference(comm.rank, comm.size)
     operation = partial(getattr(fompi, case.operation), x, w)
@@ -108,16 +214,14 @@ def measured(bench: Bench, case: FusedCase, wire: str = "", rivals: Rivals = wit
         others: dict[str, Call] = {DEFAULT: default, **rivals(bench, held, case)}
         errors = bench.checked(candidates | others, reference)
         if wire:
-            others[wire] = partial(operation, comm=with_wires(comm, [wire])[wire])
+            others[wire] = partial(operation, comm=comm.using(wire=wire))
             errors |= bench.checked({wire: others[wire]}, reference, MOST_ROUNDED)
         unfused = {name: others[name] for name in unfused_of(others)}
-        pilot = bench.times(candidates | unfused, PILOT_ROUNDS, monitor=monitor)
+        pilot = bench.times(candidates | unfused, PILOT_ROUNDS, timed=timed)
         best, opponent = (min(names, key=lambda name: min(pilot[name])) for names in (candidates, unfused))
-        exchange = exchange_of(bench.cluster.own, case, comm.size)
-        calls = {KERNEL: kernel_of(case), BARE: exchange, best: candidates[best], **others}
-        samples = bench.times(calls, monitor=monitor)
-        cpu = cpu_seconds(bench, exchange)
-    return evaluated(bench, case, best, cpu, bench.row_of(str(case), samples, errors=errors, opponent=opponent))
+        calls = {KERNEL: kernel_of(case), **beside, best: candidates[best], **others}
+        row = bench.row_of(str(case), bench.times(calls, timed=timed), base=best, errors=errors, opponent=opponent)
+    return replace(row, figures=[row.ratio(row.best(unfused_of(row.samples)), best), row.ratio(DEFAULT, best)])
 
 
 def unfused_of(names: Iterable[str]) -> list[str]:
@@ -127,69 +231,6 @@ def unfused_of(names: Iterable[str]) -> list[str]:
 
 def is_available(operation: str, how: dict[str, Any]) -> bool:
     return operation != "matmul_all_to_all" or how["schedule"] == "direct"
-
-
-def evaluated(bench: Bench, case: FusedCase, best: str, cpu: float, row: Row) -> Row:
-    """The row with its limits, figures and marks. `best` is fompi's best schedule, `cpu` is c_m."""
-    t_c, t_m, asked = row.median(KERNEL), row.median(BARE), bench.asked
-    bound = median(max(c + cpu, m) for c, m in zip(row.samples[KERNEL], row.samples[BARE], strict=True))
-    unfused = row.best(unfused_of(row.samples))
-    quartiles = {name: lower_quartile(samples) for name, samples in row.samples.items()}
-    soonest = max(quartiles[KERNEL] + cpu, quartiles[BARE])
-    is_headline = case.operation == "matmul_reduce_scatter" and case.k == 1024
-    least = asked(LEAST_OVER_UNFUSED) if is_headline else None
-    figures = [
-        Figure("bound / time", bound / row.median(best), limit=1.0),
-        row.ratio(unfused, best, least=least, limit=(t_c + t_m) / bound),
-        low_end(row.ratio(best, unfused), most=asked(MOST_SLOWER)),
-        Figure("c_m / T_m", cpu / t_m, most=asked(MOST_CPU)),
-        Figure(f"bound / time{LOWER_QUARTILES}", soonest / quartiles[best], limit=1.0),
-        row.ratio(DEFAULT, best),
-    ]
-    is_void = not bench.cluster.shared and cpu > MOST_CPU * t_m
-    return replace(
-        row,
-        base=best,
-        limits={"T_c": t_c, "T_m": t_m, "bound": bound},
-        figures=figures,
-        marks=["void: the exchange costs too much CPU time"] * is_void,
-        progress=f"{bench.progress}; {bench.cluster.runs()}",
-    )
-
-
-def summary(bench: Bench, measured_rows: list[Row]) -> Row:
-    """Geometric means. Rows that are void do not count for the bound."""
-    valid = [row for row in measured_rows if not row.marks]
-
-    def mean(name: str, rows: list[Row], kind: int, **targets: Any) -> Figure:
-        return Figure(name, geometric_mean(row.figures[kind].value for row in rows), **targets)
-
-    means = []
-    if valid:
-        what = f"geometric mean of {len(valid)} rows"
-        means.append(mean(f"bound / time, {what}", valid, 0, least=bench.asked(LEAST_BOUND), limit=1.0))
-        means.append(mean(f"bound / time{LOWER_QUARTILES}, {what}", valid, 4, limit=1.0))
-    means.append(mean(f"{DEFAULT} / the best of fompi, geometric mean", measured_rows, 5))
-    return Row("all rows", str(bench.cluster), figures=means)
-
-
-def exchange_of(own: Any, case: FusedCase, size: int) -> Call:
-    """The messages of the operation. An all-reduce moves its shards twice."""
-    once = bare_exchange(own, case.m // size * case.n * 4, PIECES)
-    return partial(repeated, once, 2) if case.operation == "matmul_all_reduce" else once
-
-
-def cpu_seconds(bench: Bench, exchange: Call) -> float:
-    """The CPU time of a rank in the bare exchange: the mean over the ranks."""
-    spent: list[float] = []
-
-    def timed() -> None:
-        begun = process_time()
-        exchange()
-        spent.append(process_time() - begun)
-
-    bench.times({BARE: timed}, 7)
-    return float(of_all_ranks(bench.mpi, np.array([median(spent)])).mean())
 
 
 # ---------------------------------------------------------------------------------------------------- on a device

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
 import fompi
 from fompi.base.layout import Shard, Spec, slices_in_words
-from fompi.bench.cluster import TcpHosts
 from fompi.cli.output import Progress
 from fompi.engine.communicator import Communicator
 from fompi.mpi.transport import beside_ucx
 from fompi.plans.meaning import layouts
 from fompi.plans.plan import Plan
-from fompi.tuning.rounds import (
-    TOLERANCE,
-    Row,
-    alternate,
-    checked,
-    relative_error,
-)
+from fompi.tuning.rounds import TOLERANCE, Row, alternate, checked, relative_error, texts
 
 T = TypeVar("T")
 
@@ -34,6 +28,38 @@ Calls = Mapping[str, Call]
 
 DEFAULT = "fompi, default schedule"
 """The contestant that is called as a user calls it: without binding, without naming a schedule."""
+
+IDLE_SECONDS = 0.05
+"""Silence between two calls over a network. Token buckets are full again by then, and queues are empty."""
+
+
+class BenchHosts:
+    """The hosts of the ranks of `comm` (mpi4py). Collective."""
+
+    def __init__(self, comm: Any):
+        self.comm, self.size = comm, comm.Get_size()
+        self.own = comm.Dup()  # for messages that do not belong to fompi
+        self.hosts = texts(comm, socket.gethostname())
+
+    @property
+    def shared(self) -> bool:
+        """True if all ranks are on one host. Then messages are copies by its cores, and there is no link."""
+        return len(set(self.hosts)) == 1
+
+    @property
+    def idle(self) -> float:
+        """Seconds of silence before each call."""
+        return 0.0 if self.shared else IDLE_SECONDS
+
+    def __str__(self) -> str:
+        where = "shared memory: no link" if self.shared else f"{len(set(self.hosts))} hosts"
+        return f"{self.size} rank{'s' * (self.size > 1)}, {where}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.own.Free()
 
 
 class HostPlace:
@@ -56,7 +82,7 @@ class HostPlace:
         """The call with a wait for all that it has begun."""
         return call
 
-    def setup(self, comm: Communicator, cluster: TcpHosts) -> str:
+    def setup(self, comm: Communicator, cluster: BenchHosts) -> str:
         """Where a row ran, in words."""
         return str(cluster)
 
@@ -70,11 +96,11 @@ class Bench:
 
     Every row has these `rounds`. With `quick` there are fewer and smaller rows. With `wanted` only the rows run whose
     name has it, in small or capital letters. `shown` says which row runs. `like` is the shape of the rows, if it is the
-    user's. `moves` says in words how the messages of rivals progress.
+    user's. `moves` says in words how the messages of rivals progress. `timed` is that of `alternate`, for kernels.
     """
 
     comm: Communicator
-    cluster: TcpHosts
+    cluster: BenchHosts
     rounds: int
     quick: bool = False
     wanted: str = ""
@@ -82,6 +108,7 @@ class Bench:
     like: tuple[int, int, int] | None = None
     place: HostPlace = field(default_factory=HostPlace)
     moves: str = ""
+    timed: Callable[[Callable[[], float]], float] | None = None
 
     @property
     def mpi(self) -> Any:
@@ -161,13 +188,3 @@ def specs(operation: str, size: int, *tensors: np.ndarray) -> Iterator[Spec]:
         if isinstance(layout, Shard):
             shape[layout.dim] *= size
         yield Spec(tuple(shape), str(tensor.dtype), layout)
-
-
-def with_wires(comm: Communicator, wires: Iterable[str | None]) -> dict[str, Communicator]:
-    """The communicator with each wire, by its name. None: messages of float32 as they are."""
-    return {wire or "float32": comm.using(wire=wire) for wire in wires}
-
-
-def repeated(call: Call, times: int) -> None:
-    for _ in range(times):
-        call()

@@ -1,4 +1,4 @@
-"""Rows of a suite as JSON, as Markdown and as a plot."""
+"""Rows of a suite as JSON and as Markdown."""
 
 from __future__ import annotations
 
@@ -6,17 +6,12 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-from fompi.base.errors import FompiError
-from fompi.cli import picture
-from fompi.cli.facts import collect
+from fompi.cli.info import collect
 from fompi.cli.output import check_writable
 from fompi.runtime.report import percentile
 from fompi.tuning.rounds import UNITS, Figure, Row
-
-MS = UNITS["ms"]
 
 PRINTED = "-"
 """In place of a file's name: print it."""
@@ -47,15 +42,12 @@ def _plain(row: Row) -> dict[str, Any]:
     return plain
 
 
-def refusal(rank: int, rows: str | None, page: str | None = None, plot: str | None = None) -> Exception | None:
-    """What is wrong with the files. It is checked before anything is measured."""
+def refusal(rank: int, file: str | None) -> Exception | None:
+    """What is wrong with the file for the rows. It is checked before anything is measured."""
     try:
-        if plot is not None:
-            picture.check(plot, needs_matplotlib=True)
-        for name in (rows, page, plot) if rank == 0 else ():
-            if name is not None and name != PRINTED:
-                check_writable(name)
-    except (OSError, FompiError) as error:
+        if rank == 0 and file not in (None, PRINTED):
+            check_writable(file)
+    except OSError as error:
         return error
     return None
 
@@ -134,32 +126,3 @@ def _times(row: Row) -> Iterator[str]:
     ]
     body += [[f"{name}: {reason}"] + [""] * (len(head) - 1) for name, reason in row.absent.items()]
     yield from _table(head, body)
-
-
-# ------------------------------------------------------------------------------------------------------------- plot
-
-
-def plot(rows: Sequence[Row], path: str | Path) -> None:
-    """Medians as bars with their ranges, limits as lines. PNG or SVG, by the suffix of the file."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure as Canvas
-
-    drawn = [row for row in rows if row.samples]
-    heights = [0.9 + 0.28 * len(row.samples) for row in drawn]
-    canvas = Canvas(figsize=(8, sum(heights, 0.4)), layout="constrained")
-    FigureCanvasAgg(canvas)
-    grid = canvas.subplots(max(1, len(drawn)), 1, squeeze=False, height_ratios=heights or [1])
-    for axes, row in zip(grid[:, 0], drawn, strict=False):
-        names = sorted(row.samples, key=row.median, reverse=True)
-        medians = [MS * row.median(name) for name in names]
-        below = [m - MS * min(row.samples[name]) for name, m in zip(names, medians, strict=True)]
-        above = [MS * max(row.samples[name]) - m for name, m in zip(names, medians, strict=True)]
-        colors = ["tab:blue" if name.startswith("fompi") else "lightgray" for name in names]
-        axes.barh(names, medians, xerr=[below, above], color=colors, error_kw={"elinewidth": 0.8})
-        for name, seconds in row.limits.items():
-            axes.axvline(MS * seconds, color="tab:red", linestyle="--", linewidth=1)
-            axes.annotate(name, (MS * seconds, 1), xycoords=("data", "axes fraction"), fontsize=7, color="tab:red")
-        axes.set_title(", ".join([row.what, row.setup, *row.marks]), fontsize=9, loc="left")
-        axes.tick_params(labelsize=7)
-        axes.set_xlabel("ms", fontsize=7)
-    canvas.savefig(path, dpi=120)

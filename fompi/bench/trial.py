@@ -18,9 +18,8 @@ from fompi.base.errors import LaunchError
 from fompi.base.tables import Table
 from fompi.base.wires import wire_of
 from fompi.bench import fused, table
-from fompi.bench.cases import KERNEL, UNFUSED, cases_of
-from fompi.bench.cluster import TcpHosts
-from fompi.bench.measure import DEFAULT, Bench
+from fompi.bench.fused import KERNEL, UNFUSED, cases_of
+from fompi.bench.measure import DEFAULT, Bench, BenchHosts
 from fompi.cli import plan
 from fompi.cli.output import Progress, UsageError, is_first_rank, show, show_json
 from fompi.engine.handshake import agree
@@ -48,15 +47,6 @@ LITTLE = 1.05
 
 SHORT_SECONDS = 1e-3
 """An operation below this takes about as long as its calls and polls."""
-
-PATIENCE = 2.0
-"""Seconds for each operation to wait until others leave the cores (`NoiseMonitor`). Longer operations have more."""
-
-MANY_REPEATED, MANY_DISTURBED = 0.25, 0.02
-"""Above these shares of the runs there is a warning. Repeated runs do no harm, but some occur on an idle machine too.
-
-Runs that stayed disturbed are part of the result.
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +89,7 @@ def run_shape(shape: Shape, ranks: int, rounds: int, json_file: str | None, wire
         agree(comm, f"try {text}", table.refusal(comm.rank, json_file))
         with (
             Progress.of_rank(comm.rank, f"try {text}") as progress,
-            TcpHosts(comm.link.comm, patience=PATIENCE) as cluster,
+            BenchHosts(comm.link.comm) as cluster,
         ):
             load, rows, bench = OtherLoad(cluster.comm), list[Row](), Bench(comm, cluster, rounds)
             for case in progress.each(cases_of(shape, comm.size)):
@@ -265,7 +255,7 @@ class Trial:
         cls,
         shape: tuple[int, int, int],
         size: int,
-        cluster: TcpHosts,
+        cluster: BenchHosts,
         rows: Sequence[Row],
         others: tuple[float, int] = (0.0, 0),
         wire: str = "",
@@ -282,14 +272,7 @@ class Trial:
         if rounded := [n for n in shape if n % size]:
             sizes = ", ".join(map(str, rounded))
             warnings.append(f"{sizes}: measured as the next multiple of {size}, to be spread evenly")
-        runs, repeated, disturbed = cluster.totals
-        if disturbed > MANY_DISTURBED * runs or repeated > MANY_REPEATED * runs:
-            again = f", and {disturbed} of them were disturbed again" * bool(disturbed)
-            warnings.append(
-                f"others used the cores: {repeated} of {runs} runs were repeated{again}; "
-                "try again when the machine is idle"
-            )
-        elif (used := others_in_words(*others)) is not None:
+        if (used := others_in_words(*others)) is not None:
             warnings.append(f"{used}: try again when the machine is idle")
         outcomes = tuple(Outcome.of(row, circumstance, wire) for row in rows)
         return cls(shape, size, rows[0].setup, outcomes, tuple(warnings), cluster.shared)

@@ -28,7 +28,6 @@ from fompi.base.errors import FompiError, WaitTimeout
 from fompi.base.layout import Shard, Spec
 from fompi.base.tables import Table
 from fompi.cli import info, up
-from fompi.cli.facts import collect
 from fompi.cli.findings import (
     BETWEEN,
     PRODUCT,
@@ -42,11 +41,13 @@ from fompi.cli.findings import (
     milliseconds,
     wall_ahead,
 )
+from fompi.cli.info import collect
 from fompi.cli.output import Progress, UsageError, show, show_json
 from fompi.engine import faults
 from fompi.engine.communicator import Communicator
 from fompi.engine.progress import unaided_share
 from fompi.hosts import start
+from fompi.hosts.agent import text_of, unwritable
 from fompi.model import fit
 from fompi.model.fit import Pairs
 from fompi.model.machine import Level
@@ -81,21 +82,14 @@ def links_of(system: Path = Path("/sys/class")) -> dict[str, float]:
     """Bytes per second of each active network link of this host, by name. Virtual devices have no true rate."""
     rates: dict[str, float] = {}
     for card in sorted(system.glob("net/*")):
-        megabits = _text_of(card / "speed")
-        if (card / "device").exists() and _text_of(card / "operstate") == "up" and megabits.isdigit():
+        megabits = text_of(card / "speed")
+        if (card / "device").exists() and text_of(card / "operstate") == "up" and megabits.isdigit():
             rates[card.name] = int(megabits) * 1e6 / 8
     for port in sorted(system.glob("infiniband/*/ports/*")):
-        gigabits, state = _text_of(port / "rate").split(" "), _text_of(port / "state")
+        gigabits, state = text_of(port / "rate").split(" "), text_of(port / "state")
         if state.endswith("ACTIVE") and gigabits[0].replace(".", "", 1).isdigit():
             rates[port.parent.parent.name] = float(gigabits[0]) * 1e9 / 8
     return {name: rate for name, rate in rates.items() if rate}
-
-
-def _text_of(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except OSError:  # no such file, or a card that is down
-        return ""
 
 
 def place_here(host: str, versions: Mapping[str, str]) -> HostFacts:
@@ -106,7 +100,7 @@ def place_here(host: str, versions: Mapping[str, str]) -> HostFacts:
         versions,
         _free("/dev/shm"),
         temporary,
-        _free(temporary) if _unwritable(Path(temporary)) == "" else None,
+        None if unwritable(temporary, 1) else _free(temporary),
         _cache(),
         links_of(),
         time() - perf_counter(),
@@ -129,18 +123,7 @@ def _cache() -> str:
     if folder is None:
         return "there is no home folder"
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    why = _unwritable(existing)
-    return f"{existing}: {why}" if why else ""
-
-
-def _unwritable(folder: Path) -> str:
-    """Why no file can be written in the folder, or ""."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"fompi")
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
+    return str(unwritable(existing, 1))
 
 
 class _OutOfTime(WaitTimeout):

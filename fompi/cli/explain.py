@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import fompi
-from fompi.cli import picture, plan
-from fompi.cli.output import show_json, show_parts
-from fompi.planner.explain import SHOWN_TIMES, Explanation
+from fompi.cli import plan
+from fompi.cli.output import check_picture, show_json, show_parts
+from fompi.planner.explain import SHOWN_TIMES, Explanation, Judged
 
 EXAMPLE = "{} explain all_gather_matmul 4096x4096 4096x14336 --ranks 8 --dtype bfloat16"
 
@@ -22,14 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedule", metavar="A,B", help="compare only these schedules, and those without overlap")
     parser.add_argument("--timeline", action="store_true", help="the timeline of the best one, as text")
     parser.add_argument(
-        "--plot", metavar="FILE", help="timelines of the best one and of the best without overlap, SVG or PNG"
+        "--plot", metavar="FILE", help="timelines of the best one and of the best without overlap, as .svg"
     )
     parser.add_argument("--json", action="store_true", help="the candidates as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     if options.plot:
-        picture.check(options.plot)  # before the work
+        check_picture(options.plot)  # before the work
     if options.top is not None and options.top < 1:
         raise fompi.PlanError(f"--top {options.top}: show one candidate at least")
     machine = plan.machine_of(options)
@@ -43,26 +44,17 @@ def run(options: argparse.Namespace) -> int:
     if options.timeline and not options.json:
         print(explanation.timeline())
     if options.plot:
-        picture.save(explanation.plot(), options.plot)
+        Path(options.plot).write_text(explanation.plot())
     return 0
 
 
-def _candidates(explanation: Explanation, most: int | None) -> list[dict[str, Any]]:
+def _candidate(judged: Judged) -> dict[str, Any]:
     """Times in seconds. `compute` and what follows are None for a candidate that is estimated, not simulated."""
-    candidates: list[dict[str, Any]] = []
-    for judged in explanation.judged[:most]:
-        proof = judged.proof
-        candidates.append(
-            {
-                "candidate": str(judged.candidate),
-                "seconds": judged.seconds,
-                "compute": None if proof is None else proof.kernels,
-                "hidden": None if proof is None else proof.hidden,
-                "exposed": None if proof is None else proof.exposed,
-                "why": None if proof is None or not proof.waits else str(proof.waits[0]),
-            }
-        )
-    return candidates
+    values: dict[str, Any] = {"candidate": str(judged.candidate), "seconds": judged.seconds}
+    if (proof := judged.proof) is None:
+        return values | dict.fromkeys(("compute", "hidden", "exposed", "why"))
+    why = str(proof.waits[0]) if proof.waits else None
+    return values | {"compute": proof.kernels, "hidden": proof.hidden, "exposed": proof.exposed, "why": why}
 
 
 def _values(explanation: Explanation, most: int | None) -> dict[str, Any]:
@@ -71,7 +63,7 @@ def _values(explanation: Explanation, most: int | None) -> dict[str, Any]:
         "ranks": explanation.problem.size,
         "machine": explanation.machine.name,
         "lower_bound": {"seconds": explanation.lower_bound.seconds, "what": explanation.lower_bound.what},
-        "candidates": _candidates(explanation, most),
+        "candidates": [_candidate(judged) for judged in explanation.judged[:most]],
         "refused": {str(candidate): why for candidate, why in explanation.refused},
         "best": str(explanation.winner.candidate),
         "unfused": str(explanation.unfused.candidate),

@@ -6,15 +6,29 @@
 from __future__ import annotations
 
 import argparse
+import platform
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from importlib import metadata
 from typing import Any
 
+from fompi.base.errors import LaunchError, LayoutError
 from fompi.base.tables import Table
-from fompi.cli.facts import collect
+from fompi.base.version import __version__
 from fompi.cli.output import show, show_json
-from fompi.cli.processes import counted
+from fompi.cli.processes import (
+    Process,
+    binding,
+    cores_per_rank,
+    counted,
+    crowding_notes,
+    gpu_notes,
+    rank_rows,
+    this_process,
+)
+from fompi.mpi import environment, launcher, paths
 
 EXAMPLE = "mpirun -n 4 {} info"
 
@@ -33,14 +47,155 @@ MOST_HOSTS = 4
 _YES_NO = {True: "yes", False: "no", None: "unknown"}
 
 
+# ----------------------------------------------------------------------------------------------------------- the facts
+
+_PACKAGES = {
+    "numpy": ("numpy",),
+    "mpi4py": ("mpi4py",),
+    "numba": ("numba",),
+    "cupy": ("cupy", "cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x"),
+    "torch": ("torch",),
+    "jax": ("jax",),
+}
+"""The distributions that may install a package, by the package's name."""
+
+
+def collect() -> dict[str, Any]:
+    """The facts, as values that JSON can hold. Collective with MPI. Only "rank" and "launcher" differ between ranks.
+
+    No package is imported to find its version. The driver of a GPU is asked without making a context. Missing MPI is
+    no error: "mpi" is None and "mpi_error" says why.
+    """
+    launched = launcher.detect()
+    rank, processes = 0, [this_process(launched.local_rank or 0)]
+    mpi, mpi_error, warning, progress, engine = None, None, None, None, None
+    try:
+        from fompi.engine import native
+        from fompi.mpi import transport
+
+        rank, size = transport.world()
+        mpi = _mpi_facts()
+        warning = launcher.warning(launched, size, mpi["library"], mpi["mpirun"])
+        processes = [Process.unpack(record) for record in transport.gather_records(processes[0].pack())]
+        progress, engine = _progress_facts(), str(native.engine())
+    except LaunchError as error:
+        mpi_error = str(error)
+    versions = {name: _version(distributions) for name, distributions in _PACKAGES.items()}
+    kill = launcher.kill_note(launched, mpi["library"]) if mpi is not None and len(processes) > 1 else None
+    notes = [launcher.batch_note(), kill, *crowding_notes(processes), *gpu_notes(processes)]
+    return {
+        "versions": {"fompi": __version__, "python": platform.python_version(), **versions},
+        "mpi": mpi,
+        "mpi_error": mpi_error,
+        "launcher": {**asdict(launched), "plugin": launcher.plugin()},
+        "rank": rank,
+        "ranks": rank_rows(processes),
+        "cores_per_rank": cores_per_rank(processes),
+        "binding": binding(processes),
+        "gpus_per_rank": sorted({process.gpus for process in processes}),
+        "notes": [note for note in notes if note is not None],
+        "threads": launcher.thread_note(),
+        "progress": progress,
+        "engine": engine,
+        "paths": _paths(processes, mpi),
+        "counters": _counters(processes),
+        "warning": warning,
+        "environment": "; ".join(environment.sentences()) or None,
+    }
+
+
+def _paths(processes: Sequence[Process], mpi: dict[str, Any] | None) -> str | None:
+    """How messages between devices move. None if no rank has a device, and no variable asks for one."""
+    asked = environment.value("FOMPI_DEVICE") != "auto" or environment.value("FOMPI_PATH") != "auto"
+    if mpi is None or not (asked or any(process.device != "cpu" for process in processes)):
+        return None
+    wanted, aware = environment.value("FOMPI_PATH"), bool(mpi["gpu_aware"])
+    within, between = (paths.choose(wanted, same_host, aware) for same_host in (True, False))
+    return f"between devices of a host by {within}, of two hosts by {between} (FOMPI_PATH={wanted})"
+
+
+def _counters(processes: Sequence[Process]) -> str | None:
+    """Whether one kernel computes and announces several products. None if nobody asks for it, and no rank has a GPU."""
+    choice = environment.value("FOMPI_COUNTERS")
+    if not (environment.is_set("FOMPI_COUNTERS") or any(process.device != "cpu" for process in processes)):
+        return None
+    version = _version(("triton", "pytorch-triton"))
+    triton = f"Triton {version}" if version else "Triton is not installed"
+    when = {"0": "never", "1": "wherever it can", "auto": "where it was measured to be faster"}[choice]
+    return f"one kernel announces several products of a bound plan {when} (FOMPI_COUNTERS={choice}, {triton})"
+
+
+def _mpi_facts() -> dict[str, Any]:
+    from fompi.mpi import transport, ucx
+
+    library = transport.library()
+    requested, provided = transport.thread_levels()
+    try:
+        environment.check("FOMPI_GPU_AWARE")
+        gpu = transport.gpu_awareness(environment.value("FOMPI_GPU_AWARE"))
+        gpu_aware, gpu_source = gpu.aware, gpu.source
+    except LaunchError as error:  # the value is none of auto, 0, 1
+        gpu_aware, gpu_source = None, str(error)
+    return {
+        "library": library.name,
+        "version": library.version,
+        "standard": library.standard,
+        "description": library.description,
+        "path": library.path,
+        "other_libraries": transport.other_libraries(),
+        "networks": [] if library.standard else ucx.networks(),
+        "mpirun": library.mpirun,
+        "thread_requested": requested,
+        "thread_provided": provided,
+        "gpu_aware": gpu_aware,
+        "gpu_aware_source": gpu_source,
+        "tag_upper_bound": transport.tag_upper_bound(),
+    }
+
+
+def _progress_facts() -> dict[str, Any]:
+    """What moves messages while a rank computes, and how much the MPI library moves without help. Collective."""
+    from fompi.engine import communicator, progress
+    from fompi.mpi import link
+
+    source = f"FOMPI_PROGRESS={environment.value('FOMPI_PROGRESS')}"
+    mode: str | None
+    try:
+        environment.check("FOMPI_PROGRESS")
+        mode = communicator.progress_mode(communicator.machine_of_environment())
+    except (LaunchError, LayoutError) as error:
+        mode, source = None, str(error)
+    pause = progress.pause_between_polls(mode, launcher.cores_per_rank()) if mode in progress.HELPED else None
+    unaided = progress.measure_unaided(link.Link(link.mpi_communicator(None)))
+    return {
+        "mode": mode,
+        "source": source,
+        "seconds_between_polls": pause,
+        "worker": pause is not None and progress.has_spare(launcher.cores_per_rank()),
+        "unaided": unaided._asdict(),
+    }
+
+
+def _version(distributions: Sequence[str]) -> str | None:
+    for distribution in distributions:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------------ as text
+
+
 def blocks(facts: dict[str, Any]) -> list[Table | str]:
     """What `info` prints: versions, MPI, one row per rank, and what to correct."""
-    launcher = facts["launcher"]
-    processes = "" if launcher["size"] is None else f" ({launcher['size']} processes)"
+    launched = facts["launcher"]
+    processes = "" if launched["size"] is None else f" ({launched['size']} processes)"
     lines = [(name, version or "not installed") for name, version in facts["versions"].items()]
     lines += [("", ""), *_mpi_lines(facts["mpi"])]
-    plugin = f", --mpi={launcher['plugin']}" if launcher.get("plugin") else ""
-    lines += [("launcher", launcher["launcher"] + processes + plugin)]
+    plugin = f", --mpi={launched['plugin']}" if launched.get("plugin") else ""
+    lines += [("launcher", launched["launcher"] + processes + plugin)]
     lines += [("ranks", _ranks_of_hosts([row["host"] for row in facts["ranks"]]))]
     lines += [("cores", f"{facts['cores_per_rank']:.4g} per rank, {_of_hosts(facts['binding'])}")]
     if facts.get("paths"):
@@ -66,7 +221,7 @@ def remarks(facts: dict[str, Any]) -> list[str]:
 
 def brief_blocks(facts: dict[str, Any], program: str) -> list[str]:
     """What `fompi` prints without a subcommand: ten lines, what to correct, and the next command to try."""
-    versions, ranks, launcher = facts["versions"], facts["ranks"], facts["launcher"]
+    versions, ranks = facts["versions"], facts["ranks"]
     mpi = dict(_mpi_lines(facts["mpi"]))
     packages = {name: version for name, version in versions.items() if name not in ("fompi", "python")}
     hosts = len({row["host"] for row in ranks})
@@ -78,7 +233,7 @@ def brief_blocks(facts: dict[str, Any], program: str) -> list[str]:
         ("missing", ", ".join(name for name, version in packages.items() if not version) or "nothing"),
         ("MPI", mpi["MPI"]),
         ("library", mpi.get("library", "none")),
-        ("launcher", launcher["launcher"]),
+        ("launcher", facts["launcher"]["launcher"]),
         ("ranks", f"{counted(len(ranks), 'rank')} on {counted(hosts, 'host')}"),
         ("cores", f"{facts['cores_per_rank']:.4g} per rank"),
         ("device", devices),

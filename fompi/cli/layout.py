@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import fompi
-from fompi.cli import picture, plan
-from fompi.cli.output import UsageError, show_json, show_parts
+from fompi.cli import plan
+from fompi.cli.output import UsageError, check_picture, show_json, show_parts
 from fompi.lab.values import Refused, link_of
 from fompi.model.pipeline import SCHEDULES
 from fompi.planner.layers import MODELS, Transformer
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     outer.add_argument("--islands", type=int, metavar="N", help="the smallest period that hides their messages")
     outer.add_argument("--between", type=_between, metavar="50mbit,80ms", help="their link (that of the machine)")
     outer.add_argument("--seconds", type=float, metavar="S", help="of an inner step (those of the best layout)")
-    outer.add_argument("--picture", metavar="FILE", help="one period beside a step of DDP, as .svg or .png")
+    outer.add_argument("--picture", metavar="FILE", help="one period beside a step of DDP, as .svg")
     add_size_arguments(parser)
     fixed = parser.add_argument_group("what is given", "parts of a layout that are not chosen")
     for axis in AXES:
@@ -84,6 +85,8 @@ def add_size_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _outer(options: argparse.Namespace, fixed: dict[str, Any]) -> int:
+    if options.picture:
+        check_picture(options.picture)  # before the work
     names = "islands", "ranks", "between", "seconds", "wire", "batch"
     fixed |= {name: value for name in names if (value := getattr(options, name)) is not None}
     found = fompi.outer_period(plan.machine_of(options), model_of(options), **fixed)
@@ -92,7 +95,7 @@ def _outer(options: argparse.Namespace, fixed: dict[str, Any]) -> int:
     else:
         show_parts(found.parts)
     if options.picture:
-        picture.save(found.best[0].picture(), options.picture)
+        Path(options.picture).write_text(found.best[0].picture())
     return 0
 
 
@@ -134,11 +137,6 @@ def _layout_values(made: Predicted) -> dict[str, Any]:
     return {
         **made.layout._asdict(),
         "seconds": made.seconds,
-        "compute": made.compute,
-        "bubble": made.bubble,
-        "exposed": made.exposed,
+        **{name: value for name, value in vars(made).items() if name != "layout"},
         "memory": {**made.memory._asdict(), "total": made.memory.total},
-        "tokens_rate": made.tokens_rate,
-        "flops_rate": made.flops_rate,
-        "mfu": made.mfu,
     }

@@ -54,10 +54,7 @@ COMMANDS = {
     "info": Command("fompi.cli.info", "versions, MPI, launcher, ranks and hosts", starts_mpi=True),
     "doctor": Command("fompi.cli.doctor", "measure the job, and list what is wrong, with remedies", starts_mpi=True),
     "plan": Command("fompi.cli.plan", "the grid of ranks of a plan"),
-    "simulate": Command(
-        "fompi.cli.simulate",
-        "the predicted trace of a plan; `simulate step`: a whole model, with and without overlap",
-    ),
+    "simulate": Command("fompi.cli.simulate", "the predicted trace of a plan"),
     "explain": Command("fompi.cli.explain", "which schedule is the best, and why"),
     "digest": Command("fompi.cli.digest", "at which call do the bits of two numbers of ranks first differ?"),
     "layout": Command("fompi.cli.layout", "the best sizes dp x tp x pp x ep x cp for a model on a machine, on paper"),
@@ -73,9 +70,6 @@ COMMANDS = {
     "bench": Command("fompi.bench.command", "benchmarks, for mpirun", on_ranks=True),
 }
 """The modules of the subcommands, by name. A module is imported only when its subcommand is used."""
-
-MOVED = {"check": "check is a tool of a checkout: python tools/check FILE"}
-"""Subcommands that the package does not have any more."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -128,8 +122,6 @@ def _parse(
 ) -> tuple[Any, argparse.Namespace]:
     """The module of the subcommand, and its options. Arguments without a subcommand end the process here."""
     module = None
-    if arguments[0] in MOVED:
-        parser.error(MOVED[arguments[0]])
     if command is not None:
         module = import_module(command.module)
         module.add_arguments(parsers[arguments[0]])

@@ -16,6 +16,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Self, TypeVar
 
+from fompi.base.errors import LayoutError
 from fompi.base.tables import Table
 from fompi.mpi import launcher
 
@@ -73,11 +74,6 @@ def show_parts(parts: Iterable[Table | str]) -> None:
         else:
             console.print(_drawn(part))
     sys.stdout.flush()
-
-
-def is_pretty() -> bool:
-    """True if tables are drawn by rich."""
-    return _console() is not None
 
 
 def show_markdown(text: str) -> None:
@@ -223,3 +219,9 @@ def check_writable(path: str | Path) -> None:
     path.open("a").close()
     if is_new:
         path.unlink()
+
+
+def check_picture(path: str | Path) -> None:
+    """Raise LayoutError unless the suffix of a picture is .svg."""
+    if Path(path).suffix != ".svg":
+        raise LayoutError(f"{path}: a picture is SVG, so the name must end in .svg")

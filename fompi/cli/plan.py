@@ -45,9 +45,9 @@ def run(options: argparse.Namespace) -> int:
 # ---------------------------------------------------------------------------------------- also for other subcommands
 
 
-def add_problem_arguments(parser: argparse.ArgumentParser, *more_operations: str) -> None:
+def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
     """OPERATION, SHAPE ..., --ranks, --dtype, --wire and --order."""
-    names = [*sorted(meaning.MEANING), *more_operations]
+    names = sorted(meaning.MEANING)
     parser.add_argument("operation", choices=names, metavar="OPERATION", help=", ".join(names))
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help="global shapes, x first: 4096x4096; or M,K,N")
     parser.add_argument("--ranks", type=int, required=True)

@@ -66,10 +66,6 @@ class JobRequest:
     mpi: str = "auto"
     array: str = ""
     resume: bool = False
-    partition: str = ""
-    account: str = ""
-    qos: str = ""
-    mem: str = ""
     sbatch: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     venv: str = ""
@@ -114,7 +110,6 @@ def _head(facts: SlurmFacts, job: JobRequest, command: str, plugin: str) -> str:
         "time": job.time,
         "output": "%x-%A_%a.out" if job.array else "%x-%j.out",
     }
-    options |= {name: value for name in ("partition", "account", "qos", "mem") if (value := getattr(job, name))}
     lines = [
         "#!/bin/bash",
         f"# {job.ranks} ranks with {facts.library}. Submit it with sbatch, in the folder of the program. Written by:",
@@ -267,16 +262,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cpus-per-rank", type=_count, default=2, metavar="C", help="with two or more, messages move beside kernels")
     add("--gpus-per-node", type=partial(_count, least=0), default=0, metavar="G")
     add("--time", type=_time, default="01:00:00", metavar="T", help="the time limit: minutes, 01:00:00 or 2-12:00:00")
-    for name, meaning in (
-        ("partition", "its partition"),
-        ("account", "the account"),
-        ("qos", "the quality of service"),
-    ):
-        add(f"--{name}", type=_word, default="", metavar=name[0].upper(), help=meaning)
-    add("--mem", type=_word, default="", metavar="M", help="memory of a node: 64G")
     add(
         "--sbatch", type=_word, action="append", default=[], metavar="O",
-        help="any other option of sbatch, without its dashes: exclusive, constraint=skylake; may be repeated",
+        help="any option of sbatch, without its dashes: partition=gpu, account=a, mem=64G, exclusive; may be repeated",
     )  # fmt: skip
     add("--mpi", choices=["auto", "pmi2", "pmix", "cray_shasta"], default="auto", help="the plug-in of srun")
     add("--array", type=_indices, default="", metavar="A", help="the indices of a job array: 0-9%%2")

@@ -11,8 +11,7 @@ from typing import Any
 import fompi
 from fompi.base import file_checks
 from fompi.base.errors import LayoutError
-from fompi.cli import picture
-from fompi.cli.output import UsageError, check_writable
+from fompi.cli.output import UsageError, check_picture, check_writable
 from fompi.runtime.report_text import full_text, text
 from fompi.traces.timeline import timelines
 from fompi.traces.trace import Trace
@@ -26,14 +25,14 @@ EXAMPLE = "{} trace run.json --picture run.svg"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="what a job with FOMPI_REPORT=run.json has written")
     parser.add_argument("--save", metavar="FILE", help="Chrome JSON, for Perfetto (run.trace.json, next to the file)")
-    parser.add_argument("--picture", metavar="FILE", help="the timeline of the newest calls, as .svg or .png")
+    parser.add_argument("--picture", metavar="FILE", help="the timeline of the newest calls, as .svg")
     parser.add_argument("--full", action="store_true", help="all operations, with a line for each rank")
 
 
 def run(options: argparse.Namespace) -> int:
     path = Path(options.file)
     if options.picture:
-        picture.check(options.picture)
+        check_picture(options.picture)
     shown, trace = _read(path, full_text if options.full else text)
     saved = Path(options.save or path.with_suffix(".trace.json"))
     for wanted in filter(None, (saved, options.picture)):
@@ -43,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
         trace.save(saved)
         print(f"\n{fompi.timeline(trace)}\n\n{saved}: opens in ui.perfetto.dev")
         if options.picture:
-            picture.save(timelines({trace.title: trace}), options.picture)
+            Path(options.picture).write_text(timelines({trace.title: trace}))
     return 0
 
 

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import time
 from typing import Any, TypeVar
@@ -76,7 +76,6 @@ class LookedAt:
     facts: Mapping[str, Mapping[str, Any]]
     clocks: Mapping[str, float]  # seconds ahead of this machine's
     shared: tuple[SharedNetwork, ...] = ()
-    measured: dict[tuple[str, str, str], Way | NoWay] = field(default_factory=dict)
     kernels: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
@@ -91,7 +90,7 @@ class LookedAt:
 
     @property
     def best(self) -> SharedNetwork | None:
-        return networks.choose(self.shared, self.measured)
+        return networks.choose(self.shared)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -119,7 +118,7 @@ def up(request: HostsRequest, starts: bool = True, as_json: bool = False, is_qui
         best = found.best
         if best is None and len(request.hosts) > 1:
             raise HostError("\n".join(unconnected(found)))
-        way = None if best is None else networks.slowest(best, found.measured)
+        way = None if best is None else best.slowest
         machine = start.machine_of(request.hosts, way, found.kernels)
         if as_json:
             show_json(values(found))
@@ -247,11 +246,13 @@ def measure(found: LookedAt, say: Say) -> None:
     found.shared = networks.shared(found.interfaces, found.reached)
     turns = [(network, pairs) for pairs in networks.rounds(list(agents)) for network in found.shared]
     seconds = min(MOST_SECONDS, MEASURING_SECONDS / max(1, len(turns)) / 3)
+    measured: dict[str, dict[tuple[str, str], Way | NoWay]] = {network.subnet: {} for network in found.shared}
     for network, pairs in turns:
         say(f"{network}: {', '.join(f'{a} and {b}' for a, b in pairs)}")
         with ThreadPoolExecutor(max(1, len(pairs))) as pool:
             ways = pool.map(lambda pair, network=network: way_between(found, network, pair, seconds), pairs)
-            found.measured.update({(network.subnet, *pair): way for pair, way in zip(pairs, ways, strict=True)})
+            measured[network.subnet] |= dict(zip(pairs, ways, strict=True))
+    found.shared = tuple(replace(network, ways=measured[network.subnet]) for network in found.shared)
 
 
 def way_between(found: LookedAt, network: SharedNetwork, pair: tuple[str, str], seconds: float) -> Way | NoWay:
@@ -281,7 +282,7 @@ def unconnected(found: LookedAt) -> Iterator[str]:
         ours = {host: [each for each in all if each.address] for host, all in found.interfaces.items()}
         listed = "; ".join(f"{host}: {', '.join(f'{i.name} {i.address}' for i in each)}" for host, each in ours.items())
         yield f"no network joins {', '.join(ours)} ({listed}): give them IPv4 addresses of one network"
-    lines = [line for network in found.shared for line in networks.obstacles(network, found.measured)]
+    lines = [line for network in found.shared for line in networks.obstacles(network)]
     yield from {line.partition(":")[0]: line for line in lines}.values()  # one for each host
 
 
@@ -341,7 +342,7 @@ def blocks(found: LookedAt) -> list[Table | str]:
     ]
     best = found.best
     if found.shared:
-        parts.append(Table(COLUMNS, networks.rows(found.shared, found.measured, best), right=COLUMNS[4:7]))
+        parts.append(Table(COLUMNS, networks.rows(found.shared, best), right=COLUMNS[4:7]))
     return [*parts, "\n".join(remarks(found)) or "nothing is wrong here"]
 
 
@@ -349,7 +350,7 @@ def remarks(found: LookedAt) -> list[str]:
     said = [*start.clock_remarks(found.clocks)]
     if found.best is not None:
         named = {host: address for host, address in found.reached.items() if found.facts[host]["ssh"]}
-        said += networks.remarks(found.shared, found.measured, found.best, found.interfaces, named)
+        said += networks.remarks(found.shared, found.best, found.interfaces, named)
     return said
 
 
@@ -373,7 +374,7 @@ def values(found: LookedAt) -> dict[str, Any]:
                 "is_best": network is best,
                 "ways": [
                     {"hosts": pair, **(way._asdict() if isinstance(way, Way) else {"why_not": way.why})}
-                    for pair, way in networks.ways(network, found.measured).items()
+                    for pair, way in network.ways.items()
                 ],
             }
             for network in found.shared

@@ -92,7 +92,7 @@ def memory():
 
 
 def unwritable(folder, nbytes=1 << 22):
-    """Why a file of some MB cannot be written there, or ""."""
+    """Why a file of so many bytes cannot be written there, or ""."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder) as file:
             file.write(bytes(nbytes))
@@ -119,7 +119,7 @@ def interfaces(system="/sys/class/net"):
             address, mask = (_ioctl(asking, name, request) for request in (SIOCGIFADDR, SIOCGIFNETMASK))
             if address.startswith("127."):
                 continue
-            speed = _text(os.path.join(system, name, "speed"))
+            speed = text_of(os.path.join(system, name, "speed"))
             found.append({
                 "name": name,
                 "address": address,
@@ -127,7 +127,7 @@ def interfaces(system="/sys/class/net"):
                 "megabits": int(speed) if speed.isdigit() else 0,
                 "is_wireless": os.path.isdir(os.path.join(system, name, "wireless")),
                 "is_cable": os.path.exists(os.path.join(system, name, "device")),
-                "is_up": _text(os.path.join(system, name, "carrier")) == "1",
+                "is_up": text_of(os.path.join(system, name, "carrier")) == "1",
             })  # fmt: skip
     return found
 
@@ -140,7 +140,8 @@ def _ioctl(asking, name, request):
     return socket.inet_ntoa(record[20:24])
 
 
-def _text(path):
+def text_of(path):
+    """What is in a file of the system, or ""."""
     try:
         with open(path) as file:
             return file.read().strip()
@@ -295,14 +296,7 @@ def _receive(stream, nbytes, keep=False):
 # ------------------------------------------------------------------------------------------------------------ requests
 
 
-REQUESTS: dict = {
-    "facts": facts,
-    "clock": clock,
-    "kernels": kernels,
-    "write": write,
-    "listen": listen,
-    "connect": connect,
-}
+REQUESTS = {each.__name__: each for each in (facts, clock, kernels, write, listen, connect)}
 
 
 def serve(requests, answers):

@@ -1,14 +1,14 @@
 """Which networks some hosts share, which one is the best, and what is wrong with the others. Pure: values in and out.
 
 networks = shared(interfaces, reached)        # of facts: what the agents say of their interfaces
-best = choose(networks, measured)             # after each pair of hosts was measured over each of them
-remarks(networks, measured, best, interfaces, reached)
+best = choose(networks)                       # after each pair of hosts was measured over each of them
+remarks(networks, best, interfaces, reached)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import ip_interface
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -40,26 +40,6 @@ class NetworkInterface:
         return f"{self.name} (Wi-Fi)" if self.is_wireless else self.name
 
 
-@dataclass(frozen=True)
-class SharedNetwork:
-    """A network of several hosts: its subnet, or ROUTED, and the interface of each host."""
-
-    subnet: str
-    ends: Mapping[str, NetworkInterface]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the interfaces, each once."""
-        return tuple(dict.fromkeys(end.name for end in self.ends.values()))
-
-    def __str__(self) -> str:
-        return f"{'/'.join(self.names)} {self.subnet}"
-
-
-ROUTED = "routed"
-"""The `subnet` of hosts that share none: each has the address to which ssh goes."""
-
-
 class Way(NamedTuple):
     """The measured way between two hosts: seconds of an empty message, bytes per second in both directions."""
 
@@ -80,8 +60,34 @@ class NoWay(NamedTuple):
     why: str
 
 
-Measured = Mapping[tuple[str, str, str], Way | NoWay]
-"""By subnet and pair of hosts: the way, or why there is none."""
+@dataclass(frozen=True)
+class SharedNetwork:
+    """A network of several hosts: its subnet, or ROUTED, the interface of each host, and the way of each pair.
+
+    The ways are there once they were measured.
+    """
+
+    subnet: str
+    ends: Mapping[str, NetworkInterface]
+    ways: Mapping[tuple[str, str], Way | NoWay] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the interfaces, each once."""
+        return tuple(dict.fromkeys(end.name for end in self.ends.values()))
+
+    @property
+    def slowest(self) -> Way | None:
+        """The slowest way. None if two hosts do not reach each other."""
+        found = [way for way in self.ways.values() if isinstance(way, Way)]
+        return min(found, key=lambda way: way.rate) if found and len(found) == len(self.ways) else None
+
+    def __str__(self) -> str:
+        return f"{'/'.join(self.names)} {self.subnet}"
+
+
+ROUTED = "routed"
+"""The `subnet` of hosts that share none: each has the address to which ssh goes."""
 
 
 def interfaces_of(facts: Mapping[str, Any]) -> tuple[NetworkInterface, ...]:
@@ -129,32 +135,19 @@ def rounds(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
     return found  # type: ignore[return-value]
 
 
-def ways(network: SharedNetwork, measured: Measured) -> dict[tuple[str, str], Way | NoWay]:
-    """What was measured over this network, by pair of hosts."""
-    return {pair: measured[network.subnet, *pair] for pair in combinations(network.ends, 2)}
-
-
-def slowest(network: SharedNetwork, measured: Measured) -> Way | None:
-    """The slowest way of this network. None if two of its hosts do not reach each other."""
-    found = [way for way in ways(network, measured).values() if isinstance(way, Way)]
-    complete = len(found) == len(ways(network, measured))
-    return min(found, key=lambda way: way.rate) if found and complete else None
-
-
-def choose(networks: Sequence[SharedNetwork], measured: Measured) -> SharedNetwork | None:
+def choose(networks: Sequence[SharedNetwork]) -> SharedNetwork | None:
     """The network whose slowest pair of hosts is the fastest; of those alike, the one with the least latency."""
-    whole = {network.subnet: slowest(network, measured) for network in networks}
-    usable = [(way, network) for network in networks if (way := whole[network.subnet]) is not None]
+    usable = [(way, network) for network in networks if (way := network.slowest) is not None]
     if not usable:
         return None
     best = max(way.rate for way, _ in usable)
     return min((pair for pair in usable if pair[0].rate * ALIKE >= best), key=lambda pair: pair[0].latency)[1]
 
 
-def obstacles(network: SharedNetwork, measured: Measured) -> Iterator[str]:
+def obstacles(network: SharedNetwork) -> Iterator[str]:
     """A line for each host that others do not reach over this network, with the remedy."""
     for dest in network.ends:
-        way = next((w for w in ways(network, measured).values() if isinstance(w, NoWay) and w.dest == dest), None)
+        way = next((w for w in network.ways.values() if isinstance(w, NoWay) and w.dest == dest), None)
         if way is not None:
             end = network.ends[dest]
             allow = "" if network.subnet == ROUTED else f" from {network.subnet}"
@@ -168,18 +161,17 @@ def obstacles(network: SharedNetwork, measured: Measured) -> Iterator[str]:
 
 def remarks(
     networks: Sequence[SharedNetwork],
-    measured: Measured,
     best: SharedNetwork,
     interfaces: Mapping[str, Sequence[NetworkInterface]],
     reached: Mapping[str, str],
 ) -> Iterator[str]:
     """What a user should know: names that lead over a slow network, cables below their rate or without addresses."""
-    top = slowest(best, measured)
+    top = best.slowest
     assert top is not None
     for network in networks:
-        way = slowest(network, measured)
+        way = network.slowest
         if way is None:
-            yield from obstacles(network, measured)
+            yield from obstacles(network)
         elif way.rate * ALIKE < top.rate:
             for host, end in network.ends.items():
                 if reached.get(host) == end.address:
@@ -188,7 +180,7 @@ def remarks(
                         f"The job uses {best.ends[host]}: {megabits(top.rate)}"
                     )
     for host, end in best.ends.items():
-        rate = max((way.rate for pair, way in ways(best, measured).items() if host in pair and isinstance(way, Way)))
+        rate = max((way.rate for pair, way in best.ways.items() if host in pair and isinstance(way, Way)))
         if end.is_cable and not end.is_wireless and end.megabits and rate * 8e-6 < CABLE_SHARE * end.megabits:
             yield (
                 f"{host}: {end} has agreed on {end.megabits} Mbit/s and carries {megabits(rate)}: "
@@ -210,12 +202,12 @@ def remarks(
             )
 
 
-def rows(networks: Sequence[SharedNetwork], measured: Measured, best: SharedNetwork | None) -> list[list[str]]:
+def rows(networks: Sequence[SharedNetwork], best: SharedNetwork | None) -> list[list[str]]:
     """A row for each pair of hosts and each network: both interfaces, latency in us, Mbit/s there and back."""
     found = []
     for pair in combinations(next(iter(networks)).ends, 2) if networks else ():
         for network in networks:
-            way = measured[network.subnet, *pair]
+            way = network.ways[pair]
             numbers = [way.why, "", ""] if isinstance(way, NoWay) else [
                 f"{1e6 * way.latency:.0f}", megabits(way.there), megabits(way.back)
             ]  # fmt: skip

@@ -5,7 +5,7 @@
 
 - `custom_vjp`: the operations, on arrays.
 - `program`: `fompi.jax.jit`. `mpi4jax`: the names of mpi4jax, for programs that were written for it.
-- `primitive`: the operations on tracers, for `jax.jit` and `jax.vmap`; `started`: an operation in flight there.
+- `primitive`: the operations on tracers, for `jax.jit` and `jax.vmap`, also in flight.
 - `sites`: a call at one place of a compiled program; `ffi`: how the program calls it.
 - `private`: the names of JAX that no document promises.
 - `strategies`: a strategy of `fompi.parallel`, on arrays and on tracers. The strategy calls it by itself.

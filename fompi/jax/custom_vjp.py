@@ -20,8 +20,8 @@ from fompi.base.call_options import CallOptions
 from fompi.base.errors import LayoutError
 from fompi.base.nested import flatten
 from fompi.jax import private
-from fompi.jax.primitive import call_of, shared, under_trace
-from fompi.jax.started import start
+from fompi.jax.primitive import call_of, shared, start, under_trace
+from fompi.jax.sites import TracedCall
 from fompi.ops.adjoints import DIFFERENTIABLE, Call, arguments_of, check_convention
 from fompi.ops.arguments import Arguments
 from fompi.ops.operation import Operation
@@ -42,7 +42,7 @@ def _differentiable(operation: Operation[Any]) -> Any:
             operation.refuse(error, comm)
         return run(operation, arguments, comm, call_options, gradient)
 
-    call.start = lambda *args, **options: start(operation, *operation.read(args, options))  # type: ignore[attr-defined]
+    call.start = lambda *args, **options: start(TracedCall(operation, *operation.read(args, options)))  # type: ignore[attr-defined]
     return call
 
 
@@ -82,7 +82,8 @@ def _forward(call: Call, tensors: Sequence[Any], needs: Sequence[bool]) -> Any:
     if any(map(private.is_forward, tensors)):
         given = call.arguments.with_tensors(tensors)
         convention = "sum" if call.share is None else "replicated"
-        site, result = under_trace(_applied, call.operation, given, call.comm, call.call_options, convention)
+        made = TracedCall(call.operation, given, call.comm, call.call_options, convention)
+        site, result = under_trace(_applied, made)
         inner = call_of(site)
     elif any(map(is_tracer, tensors)):
         result = attached(inner, tensors)
@@ -98,7 +99,7 @@ def run(
     """The result of a call, which JAX can differentiate."""
     tensors = arguments.tensors
     if private.is_staged(tensors) or any(map(private.is_forward, tensors)):
-        return under_trace(_applied, operation, arguments, comm, call_options, gradient)[1]
+        return under_trace(_applied, TracedCall(operation, arguments, comm, call_options, gradient))[1]
     share = shared if gradient == "replicated" else None
     return attached(Call(operation, arguments, comm, call_options, _applied, share=share), tensors)
 

@@ -1,6 +1,6 @@
 """Operations in programs that JAX traces: `jax.jit`, `jax.vmap`, `jax.lax.scan`, and gradients inside of them.
 
-    site, result = under_trace(apply, operation, arguments, comm, call_options, gradient)
+    site, result = under_trace(apply, TracedCall(operation, arguments, comm, call_options, gradient))
 
 Two primitives:
 
@@ -33,9 +33,8 @@ from fompi.base.errors import StateError, TensorError
 from fompi.base.nested import flatten, unflatten
 from fompi.jax import ffi, private
 from fompi.jax.ffi import Target
-from fompi.jax.sites import Apply, Half, Opaque, Site, site_of
+from fompi.jax.sites import Apply, BoundSite, End, Half, Opaque, Site, Start, TracedCall, site_of
 from fompi.ops.adjoints import Call
-from fompi.ops.arguments import Arguments
 from fompi.ops.operation import Operation
 from fompi.ops.operations import all_reduce
 from fompi.plans.meaning import is_flat
@@ -49,31 +48,22 @@ COPY = jax.extend.core.Primitive("fompi_copy")
 """The identity on a gradient that all ranks have alike. Its dual is an all-reduce: the sum of all ranks."""
 
 
-def under_trace(
-    apply: Apply,
-    operation: Operation[Any],
-    arguments: Arguments,
-    comm: Any,
-    call_options: CallOptions,
-    gradient: str = "sum",
-) -> tuple[Site, Any]:
+def under_trace(apply: Apply, call: TracedCall) -> tuple[Site, Any]:
     """The site of a call on tracers, and its result. Collective: the ranks trace alike. `apply` is for its backward."""
-    site, tensors = traced(operation, arguments, comm, call_options, gradient)
+    site, tensors = traced(call)
     site.apply = apply
     return site, unflatten(site.nested, CALL.bind(*tensors, site=site))
 
 
-def traced(
-    operation: Operation[Any], arguments: Arguments, comm: Any, call_options: CallOptions, gradient: str = "sum"
-) -> tuple[Site, list[Any]]:
+def traced(call: TracedCall) -> tuple[Site, list[Any]]:
     """The site of a call on tracers, and its tensors."""
     ready()
     tensors: list[Any] = []
     try:
-        tensors += map(_as_array, arguments.tensors)
+        tensors += map(_as_array, call.arguments.tensors)
     except TensorError as error:
-        operation.refuse(error, comm)
-    site = site_of(operation, arguments.with_tensors(tensors), comm, call_options, gradient)
+        call.operation.refuse(error, call.comm)
+    site = site_of(call._replace(arguments=call.arguments.with_tensors(tensors)))
     _finish_at_exit()
     return site, tensors
 
@@ -275,7 +265,7 @@ def _batch(tensors: Sequence[Any], dims: Sequence[Any], *, site: Site) -> tuple[
         a = replace(a, dim=a.dim % count, split_dim=None if a.split_dim is None else a.split_dim % count)
         at = a.dim + 1 if a.weights else count
     arguments = a.with_tensors([jnp.moveaxis(tensors[0], dims[0], at), *tensors[1:]])
-    batched = site_of(site.operation, arguments, site.comm, site.call_options, site.gradient)
+    batched = site_of(TracedCall(site.operation, arguments, site.comm, site.call_options, site.gradient))
     batched.apply = site.apply
     results = CALL.bind(*arguments.tensors, site=batched)
     return results, [at] * len(results)
@@ -290,3 +280,62 @@ def _one_by_one(tensors: Sequence[Any], dims: Sequence[Any], site: Site) -> tupl
 
     results = jax.lax.map(one, moving)
     return list(results), [0] * len(results)
+
+
+# ------------------------------------------------------------------------------------------------------- in flight
+
+
+class JaxPending:
+    """An operation in flight. Under `jax.jit` too: the compiled program does other work meanwhile.
+
+        pending = fompi.jax.all_reduce.start(x, comm=tp)
+        a = pending.before(a)               # what uses a is computed after the start
+        y, z = pending.wait(after=a @ b)    # the result, not before the product
+
+    A compiled program runs what does not depend on each other in an order that XLA chooses. `before` and `after` are
+    dependencies. They copy nothing. It has no gradient.
+    """
+
+    def __init__(self, handle: Any, site: BoundSite | None):
+        self._handle, self._site = handle, site
+
+    def before(self, tree: Any) -> Any:
+        """`tree`, with arrays that are there after the start: what uses them is computed after it."""
+        if self._site is None:
+            return tree
+        self._handle, tree = jax.lax.optimization_barrier((self._handle, tree))
+        return tree
+
+    def wait(self, after: Any = None) -> Any:
+        """The result. With `after`: the result and `after`, and the wait begins when these arrays are computed."""
+        if self._site is None:
+            result = self._handle.wait()
+            return result if after is None else (result, after)
+        handle = self._handle
+        if after is not None:
+            handle, after = jax.lax.optimization_barrier((handle, after))
+        result = unflatten(self._site.nested, CALL.bind(handle, site=End(self._site)))
+        return result if after is None else (result, after)
+
+
+jax.tree_util.register_pytree_node(
+    JaxPending,
+    lambda started: ((started._handle,), started._site),
+    lambda site, children: JaxPending(children[0], site),
+)
+
+
+def start(call: TracedCall) -> JaxPending:
+    """Start a call, on arrays or under a trace."""
+    operation, arguments, comm, call_options, _ = call
+    if not private.is_staged(arguments.tensors):
+        if any(map(dlpack.is_tracer, arguments.tensors)):  # inside jax.grad
+            operation.refuse(no_gradient(operation), comm)
+        pending: Any = operation.begin(arguments, comm, call_options)
+        pending.leave()
+        return JaxPending(pending, None)
+    site, tensors = traced(call)
+    if not isinstance(site, BoundSite):
+        raise TensorError(f"fompi.jax.{operation.name}.start is not possible under jax.jit: call it without start")
+    (handle,) = CALL.bind(*tensors, site=Start(site))
+    return JaxPending(handle, site)

@@ -1,7 +1,7 @@
 """A call site: one operation at one place of a traced program, bound to memory of its own.
 
-    site = site_of(operation, arguments, comm, call_options, gradient)   # while JAX traces; collective
-    site([x, w], [y])                                                    # what the compiled program calls
+    site = site_of(TracedCall(operation, arguments, comm, call_options))   # while JAX traces; collective
+    site([x, w], [y])                                                      # what the compiled program calls
 
 The ranks agree when a call is traced: on the operation and on the rows of all ranks. So the shapes of all results are
 known, and a call of the compiled program needs no agreement. A site lives as long as the trace or the program that has
@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -59,6 +59,16 @@ def form_of(tensor: Any) -> Form:
     return Form(tuple(tensor.shape), name)
 
 
+class TracedCall(NamedTuple):
+    """A call as it was read, and the convention of its gradient."""
+
+    operation: Operation[Any]
+    arguments: Arguments
+    comm: Any
+    call_options: CallOptions
+    gradient: str = "sum"
+
+
 class Site(Target):
     """One operation at one place of a traced program."""
 
@@ -74,15 +84,9 @@ class Site(Target):
     call = -1
     """Which site of its communicator this is: a number that is the same on all ranks. -1: not all ranks have it."""
 
-    def __init__(
-        self,
-        operation: Operation[Any],
-        arguments: Arguments,
-        comm: Communicator,
-        call_options: CallOptions,
-        gradient: str,
-    ):
-        self.operation, self.comm, self.call_options, self.gradient = operation, comm, call_options, gradient
+    def __init__(self, call: TracedCall, comm: Communicator):
+        self.operation, arguments, _, self.call_options, self.gradient = call
+        self.comm = comm
         self.pending: deque[Any] = deque()  # calls on a device that have started, and not ended
         self.given = list(map(form_of, arguments.tensors))
         self.arguments = arguments.with_tensors([...] * len(self.given))
@@ -114,17 +118,14 @@ class Site(Target):
         device.lend_to(stream)
 
 
-def site_of(
-    operation: Operation[Any], arguments: Arguments, comm: Any, call_options: CallOptions, gradient: str = "sum"
-) -> Site:
+def site_of(call: TracedCall) -> Site:
     """The site of a call on tensors that have only shapes and dtypes. Collective, except for `sendrecv`.
 
     Raises the errors of the operation, on all ranks.
     """
-    if operation is sendrecv:
-        return MessageSite(operation, arguments, Communicator.of(comm), call_options, gradient)
-    communicator, wrong = communicator_of(comm)
-    return BoundSite(operation, arguments, communicator, call_options, gradient, wrong)
+    if call.operation is sendrecv:
+        return MessageSite(call, Communicator.of(call.comm))
+    return BoundSite(call, *communicator_of(call.comm))
 
 
 class BoundSite(Site):
@@ -134,22 +135,15 @@ class BoundSite(Site):
     collective of the MPI library reads or writes: MPI cannot take it back, if a call is given up.
     """
 
-    def __init__(
-        self,
-        operation: Operation[Any],
-        arguments: Arguments,
-        comm: Communicator,
-        call_options: CallOptions,
-        gradient: str,
-        refusal: Exception | None,
-    ):
+    def __init__(self, call: TracedCall, comm: Communicator, refusal: Exception | None):
+        operation, arguments, _, call_options, gradient = call
         found: list[tuple[Arguments, LocalCall]] = []
 
         def localised() -> LocalCall:
             if not found:
                 ffi.register()
-                _check(operation, arguments, call_options)
-                super(BoundSite, self).__init__(operation, arguments, comm, call_options, gradient)
+                _check(call)
+                super(BoundSite, self).__init__(call._replace(call_options=call_options), comm)
                 zeros = [dlpack.Lent(np.zeros(f.shape, dlpack.STORAGE[f.dtype]), f.dtype) for f in self.given]
                 filled = arguments.with_tensors(zeros)
                 found.append((filled, localise(operation.name, filled, comm.rank, comm.size, call_options)))
@@ -300,17 +294,10 @@ class End(Half):
 class MessageSite(Site):
     """A site that sends its tensor to one rank and receives one of the same shape."""
 
-    def __init__(
-        self,
-        operation: Operation[Any],
-        arguments: Arguments,
-        comm: Communicator,
-        call_options: CallOptions,
-        gradient: str,
-    ):
+    def __init__(self, call: TracedCall, comm: Communicator):
         ffi.register()
-        _check(operation, arguments, call_options)
-        super().__init__(operation, arguments, comm, call_options, gradient)
+        _check(call)
+        super().__init__(call, comm)
         self.results, self.nested = list(self.given), "y"
         self.extents = Extents(comm.rank, comm.size, (1,))
 
@@ -325,11 +312,12 @@ class MessageSite(Site):
             results[0][...] = 0
 
 
-def _check(operation: Operation[Any], arguments: Arguments, call_options: CallOptions) -> None:
+def _check(call: TracedCall) -> None:
     """Raise for options that a call under jax.jit cannot have."""
-    if arguments.out is not None:
-        raise TensorError(f"fompi.{operation.name}: out= cannot be used under jax.jit: take the result")
+    call_options, name = call.call_options, call.operation.name
+    if call.arguments.out is not None:
+        raise TensorError(f"fompi.{name}: out= cannot be used under jax.jit: take the result")
     if call_options.certify:
-        raise PlanError(f"fompi.{operation.name}: certify=True cannot be used under jax.jit")
+        raise PlanError(f"fompi.{name}: certify=True cannot be used under jax.jit")
     if call_options.effort not in ("plan", "measure"):
         raise PlanError(f"effort={call_options.effort!r}: effort must be 'plan' or 'measure'")

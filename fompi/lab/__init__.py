@@ -9,8 +9,9 @@
 | `relay.py`      | latency and loss: a process that passes frames on, later                       |
 | `launcher.py`   | how the launchers of MPICH and Open MPI reach the hosts                        |
 | `links.py`      | measures what the links carry, with TCP and with MPI                           |
+| `tcp.py`        | plain TCP streams between the hosts: as fast as the links allow                |
 | `command.py`    | the command line                                                               |
 
 These files import the standard library only, so that the tool runs in any Python, in one thread (`__main__.py`).
-`links.py` also loads `fompi/bench/rivals/tcp.py` as a file, and imports mpi4py in the ranks that measure.
+`links.py` also imports mpi4py in the ranks that measure.
 """

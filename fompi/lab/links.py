@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -17,10 +16,10 @@ from typing import Any
 from fompi.lab.hosts import SUBNET, Cluster
 from fompi.lab.launcher import Mpi, python_of
 from fompi.lab.namespaces import NEWNET, end_job, exit_with, libc, log
+from fompi.lab.tcp import TcpRing, listen
 from fompi.lab.values import REFUSED, Change, Lab, Refused
 
 SCRIPT = Path(__file__).resolve().with_name("__main__.py")
-TCP = SCRIPT.parents[1] / "bench" / "rivals" / "tcp.py"
 PORT = 5077  # of the TCP measurement; a new host has only free ports
 IDLE_SECONDS = 0.3  # silence before a message, so that the token buckets are full
 TOO_FAST, TOO_SLOW = 1.03, 0.93  # the allowed range of measured / requested rate
@@ -94,17 +93,13 @@ def ping(rank: int, ring: Any) -> float:
 
 def on_hosts(cluster: Cluster, turn: Callable[[int, Any], Any], seconds: float) -> list[Any]:
     """[turn(host, TcpRing) for each host], each in a process of the host's network namespace."""
-    specification = importlib.util.spec_from_file_location("tcp", TCP)  # importing fompi would need NumPy
-    assert specification and specification.loader
-    tcp = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(tcp)
     addresses = [(f"{SUBNET}.{host + 1}", PORT) for host in range(len(cluster.pids))]
 
     def body(host: int) -> Any:
         with open(f"/proc/{cluster.pids[host]}/ns/net") as space:
             libc("setns", space.fileno(), NEWNET)
         try:
-            with tcp.TcpRing(host, addresses, tcp.listen(*addresses[host]), seconds) as ring:
+            with TcpRing(host, addresses, listen(*addresses[host]), seconds) as ring:
                 return turn(host, ring)
         except OSError as error:
             log(f"h{host}: {error}")

@@ -28,7 +28,6 @@ _INTEGERS = {
     "collectives_ranks": (0, MOST_RANKS),
     "lanes": (1, 2),
     "wave": (0, MOST_WAVE),
-} | {
     "staged": (0, MOST_RANKS),
     "staged_below": (0, MOST_WAVE),
 }

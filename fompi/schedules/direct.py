@@ -21,25 +21,14 @@ Sources: TransformerEngine; PyTorch's async-TP; the attention of arXiv 2604.2401
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 from fompi.plans.plan import Chunk, Compute, Op, Recv, Send, Workspace
 from fompi.plans.problems import Problem
 from fompi.schedules.work import Dealt, Gather, InOrder, Scatter, skewed, terms_of
 
 
-def direct(problem: Problem, work: Workspace) -> Iterator[Op]:
-    yield from _write(problem, work)
-
-
-def unfused_p2p(problem: Problem, work: Workspace) -> Iterator[Op]:
-    yield from _write(problem, work, whole=True)
-
-
-def sliced_p2p(problem: Problem, work: Workspace) -> Iterator[Op]:
-    yield from _write(problem, work, by_slices=True)
-
-
-def _write(problem: Problem, work: Workspace, whole: bool = False, by_slices: bool = False) -> Iterator[Op]:
+def direct(problem: Problem, work: Workspace, whole: bool = False, by_slices: bool = False) -> Iterator[Op]:
     """The ops of a schedule. `whole`: compute in one piece. `by_slices`: compute one part of every shard at a time."""
     if problem.deals_x:
         yield from _columns(problem, work)
@@ -66,6 +55,9 @@ def _write(problem: Problem, work: Workspace, whole: bool = False, by_slices: bo
         yield from gather.begin()
         yield from _gather(gather, by_slices)
         yield from gather.finish()
+
+
+unfused_p2p, sliced_p2p = partial(direct, whole=True), partial(direct, by_slices=True)
 
 
 def _gather(local: Gather, by_slices: bool) -> Iterator[Op]:

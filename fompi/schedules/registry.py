@@ -225,29 +225,11 @@ def roundings(problem: Problem, schedule: str) -> int:
 
 
 def available(problem: Problem) -> list[str]:
-    """The schedules for this problem: the built-in ones, then those of users."""
-    if problem.columns:
-        names = [*COLUMNS]
-    elif problem.experts:
-        names = [name for name in _available("all_to_all", problem.size, problem.dtype, "sum") if _takes(problem, name)]
-    else:
-        names = _available(problem.moves, problem.size, problem.dtype, problem.op)
-    return [name for name in names if carries_wire(problem, name) and keeps_order(problem, name)]
-
-
-def _available(moves: str, size: int, dtype: str, op: str) -> list[str]:
-    names = [name for name in SCHEDULES if name not in REGISTERED]
-    if moves == "all_to_all":  # only one rank needs each block; a ring would carry it through others
-        names = ["unfused", "sliced", "unfused_p2p", "sliced_p2p", "direct", PAIRWISE]
-    else:
-        names.remove(PAIRWISE)
-    if moves != "all_reduce":
-        names = [name for name in names if name not in WHOLE]
-    if (dtype not in NATIVE_SUMS or op != "sum") and moves in ("reduce_scatter", "all_reduce"):
-        names = [name for name in names if name not in ("unfused", "sliced")]
-    ranks = next((g for g in range(size // 2, 1, -1) if size % g == 0), 0)
-    groups = [f"hierarchical({ranks})"] if ranks and moves in HIERARCHICAL_MOVES else []
-    return [*names, *groups, *(name for name, known in REGISTERED.items() if moves in known)]
+    """The schedules for this problem: the built-in ones, then those of users. Of groups only the largest."""
+    ranks = next((g for g in range(problem.size // 2, 1, -1) if problem.size % g == 0), 0)
+    built_in = [name for name in SCHEDULES if name not in REGISTERED]
+    names = [*built_in, *[f"hierarchical({ranks})"] * (ranks > 0), *REGISTERED]
+    return [name for name in names if is_available(problem, name)]
 
 
 def _takes(problem: Problem, schedule: str) -> bool:
@@ -273,9 +255,17 @@ def can_move(schedule: str, moves: str, size: int, dtype: str = "float32", op: s
     """True if the schedule moves tensors of `dtype` by the collective `moves` on `size` ranks, reduced by `op`."""
     if not isinstance(schedule, str):
         raise PlanError(f"schedule={schedule!r} must be a name, for example 'auto' or 'ring'")
-    ranks = group_size(schedule)
-    grouped = moves in HIERARCHICAL_MOVES and 1 < ranks < size and size % ranks == 0
-    return (grouped and schedule == f"hierarchical({ranks})") or schedule in _available(moves, size, dtype, op)
+    if schedule in REGISTERED:
+        return moves in REGISTERED[schedule]
+    if schedule not in SCHEDULES:
+        ranks = group_size(schedule)
+        is_group = schedule == f"hierarchical({ranks})" and 1 < ranks < size and size % ranks == 0
+        return is_group and moves in HIERARCHICAL_MOVES
+    if moves == "all_to_all":  # only one rank needs each block; a ring would carry it through others
+        return schedule in ("unfused", "sliced", "unfused_p2p", "sliced_p2p", "direct", PAIRWISE)
+    if schedule in ("unfused", "sliced") and moves in ("reduce_scatter", "all_reduce"):
+        return dtype in NATIVE_SUMS and op == "sum"
+    return schedule != PAIRWISE and (schedule not in WHOLE or moves == "all_reduce")
 
 
 def can_carry_out(schedule: str, operation: str, size: int, dtype: str = "float32", op: str = "sum") -> bool:

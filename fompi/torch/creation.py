@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import cache, partial
 from importlib import import_module
@@ -51,41 +52,30 @@ class NoMembers:
         self.check()
 
 
-def no_members(rank: int, size: int, why: str) -> Any:
-    return NoMembers(rank, size, why)
-
-
 class Joining:
     """A group that joins an epoch, in a thread, because torch waits for it later. Used as a `Pending`."""
 
     def __init__(self, join: Callable[[], Any]):
-        self._join = join
-        self._error: BaseException | None = None
-        self._thread = Thread(target=self._run, name="fompi _reconfigure", daemon=True)
-        self._thread.start()
+        self._future: Future[Any] = Future()
+        self.done = self._future.done
+        Thread(target=self._run, args=(join,), name="fompi _reconfigure", daemon=True).start()
 
-    def _run(self) -> None:
+    def _run(self, join: Callable[[], Any]) -> None:
         try:
-            self._join()
+            self._future.set_result(join())
         except BaseException as error:
-            self._error = error
-
-    def done(self) -> bool:
-        return not self._thread.is_alive()
+            self._future.set_exception(error)
 
     def wait(self, timeout: float | None = None) -> None:
-        self._thread.join(timeout)
-        if not self.done():
-            raise WaitTimeout(f"_reconfigure has not connected the members after {timeout:g} s")
-        if self._error is not None:
-            raise self._error
+        try:
+            self._future.result(timeout)
+        except TimeoutError:
+            if self.done():
+                raise
+            raise WaitTimeout(f"_reconfigure has not connected the members after {timeout:g} s") from None
 
     def then(self, callback: Callable[[], object]) -> None:
-        def wait() -> None:
-            self._thread.join()
-            callback()
-
-        Thread(target=wait, daemon=True).start()
+        self._future.add_done_callback(lambda _: callback())
 
     result = property(lambda self: self.wait())
 
@@ -99,7 +89,7 @@ class Reconfigurable(Group):
     def __init__(self, rank: int, size: int, name: str, store: Any, timeout: timedelta):
         transport.start_alone()
         engine_of_process()  # in this thread, because it handles Ctrl-C
-        nobody = no_members(rank, size, f"_reconfigure was not called yet. {self.remedy}")
+        nobody: Any = NoMembers(rank, size, f"_reconfigure was not called yet. {self.remedy}")
         super().__init__(nobody, name, store, timeout)
         self._used: set[int] = set()
 
@@ -144,7 +134,8 @@ class Reconfigurable(Group):
 
     def _leave(self, why: str, now: str = "") -> None:
         comm = self.comm
-        self._use(no_members(comm.rank, comm.size, f"{now or why}. {self.remedy}"))
+        nobody: Any = NoMembers(comm.rank, comm.size, f"{now or why}. {self.remedy}")
+        self._use(nobody)
         if not isinstance(comm, NoMembers):
             comm.abort(why)
 

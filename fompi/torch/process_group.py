@@ -693,7 +693,9 @@ class Group(Collectives, dist.ProcessGroup):
     def _get_backend(self, device: Any) -> Any:
         return self
 
-    _device_types = property(lambda self: [torch.device(kind) for kind in ("cpu", *["cuda"] * streams.has_gpu())])
+    _device_types = property(
+        lambda self: [torch.device(kind) for kind in ("cpu", *["cuda"] * torch.cuda.is_available())]
+    )
 
 
 OfDevices: Any = None

@@ -54,11 +54,6 @@ class Store(dist.Store):
         host, port = bytes(broadcast(address, comm=comm)).rstrip(b"\0").decode().split()
         self._address = "localhost" if host == socket.gethostname() else host, int(port)
 
-    @property
-    def is_connected(self) -> bool:
-        """True once this rank listens or has connected."""
-        return self._connection is not None
-
     def _connected(self) -> Any:
         if self._connection is None:
             self._connection = dist.TCPStore(*self._address, None, False, self._timeout, wait_for_workers=False)

@@ -116,8 +116,3 @@ def drain(device: Any) -> None:
     """Wait until the current stream of `device` has nothing to do. None, and a device that is no GPU: at once."""
     if device is not None and device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-
-
-def has_gpu() -> bool:
-    """True if torch finds a GPU of CUDA here."""
-    return torch.cuda.is_available()

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import cached_property, partial
+from functools import partial
 from itertools import product
 from math import inf
 from pathlib import Path
@@ -41,7 +41,7 @@ from fompi.runtime.executor import Executor
 from fompi.runtime.report import lower_quartile
 from fompi.tuning.device import DeviceMeter
 from fompi.tuning.links import MOST_SECONDS, ROUNDS, SIZES, LinkMeter
-from fompi.tuning.rounds import NoiseMonitor, alternate, meet, of_all_ranks, text_of_rank_0, texts
+from fompi.tuning.rounds import alternate, meet, of_all_ranks, text_of_rank_0, texts
 from fompi.tuning.verdict import OtherLoad, Verdict, judge
 
 BEHIND_WARMUP = 2
@@ -177,7 +177,7 @@ class _Calibration:
         """The time of kernels now, divided by their time on `machine`, even while others use the cores."""
         if self.device is not None:
             return self.device.slowdown(machine)
-        measured = self.products(FEW_PRODUCTS, ROUNDS, None)
+        measured = self.products(FEW_PRODUCTS, ROUNDS)
         predicted = [fit.product_seconds(machine, *shape) for shape in FEW_PRODUCTS]
         return median(seconds / expected for seconds, expected in zip(measured, predicted, strict=True))
 
@@ -189,8 +189,6 @@ class _Calibration:
             return self._of_device()
         self.say("kernels")
         overhead, memory_rate, flops_rate, pack_rate = self._kernels()
-        monitor = self.monitor
-        self.say("ranks share cores and slow each other down" if monitor is None else str(monitor.count()))
         machine = self._machine(
             flops_rate=flops_rate,
             memory_rate=memory_rate,
@@ -253,11 +251,6 @@ class _Calibration:
         else:
             self.comm.link.given_up.append(self.link)
 
-    @cached_property
-    def monitor(self) -> NoiseMonitor | None:
-        """Detects others on the cores. None if ranks share cores. The first use is collective."""
-        return NoiseMonitor.of(self.mpi)
-
     # -- kernels
     def _kernels(self) -> tuple[float, float, float, float]:
         """Overhead in seconds, bytes per second, operations per second, and packed bytes per second."""
@@ -266,18 +259,16 @@ class _Calibration:
             "overhead": lambda: np.matmul(tiny[0], tiny[1]),
             "sum": lambda: np.add(large[0], large[1], out=large[0]),
         }
-        taken = alternate(self.mpi, sums, 2 * ROUNDS, idle=self.idle, monitor=self.monitor)
+        taken = alternate(self.mpi, sums, 2 * ROUNDS, idle=self.idle)
         overhead, summed = (median(taken[name]) for name in sums)
         timed = [
             (*fit.product(*shape), max(1e-9, seconds - overhead))
-            for shape, seconds in zip(PRODUCTS, self.products(PRODUCTS, 2 * ROUNDS, self.monitor), strict=True)
+            for shape, seconds in zip(PRODUCTS, self.products(PRODUCTS, 2 * ROUNDS), strict=True)
         ]
         flops_rate, pack_rate = fit.product_rates(timed)
         return overhead, 3 * large[0].nbytes / summed, flops_rate, pack_rate
 
-    def products(
-        self, shapes: Sequence[tuple[int, int, int]], rounds: int, monitor: NoiseMonitor | None
-    ) -> list[float]:
+    def products(self, shapes: Sequence[tuple[int, int, int]], rounds: int) -> list[float]:
         """The median seconds of each product on the slowest rank, while all ranks compute.
 
         Each product comes right after a product of other rows with the same weight, so that the caches hold the weight.
@@ -293,7 +284,7 @@ class _Calibration:
             self.proceed()
             others[name]()
 
-        taken = alternate(self.mpi, calls, rounds, warmup=1, before=before, monitor=monitor)
+        taken = alternate(self.mpi, calls, rounds, warmup=1, before=before)
         return [median(seconds) for seconds in taken.values()]
 
     def _speeds(self) -> tuple[Points, ...]:

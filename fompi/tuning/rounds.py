@@ -2,9 +2,6 @@
 
 Rounds are interleaved (A B C, B C A, C A B, ...). So what disturbs the machine for a while disturbs all contestants
 alike. Ratios are made within a round. A contestant with a wrong result is not timed.
-
-A disturbance of the cores that lasts a fraction of a second does not disturb all alike. A `NoiseMonitor` detects it
-with small products. Then a run waits, and is repeated if it was disturbed.
 """
 
 from __future__ import annotations
@@ -26,24 +23,6 @@ from fompi.ops.operations import broadcast
 
 UNITS = {"us": 1e6, "ms": 1e3}
 """How many of each unit are in a second."""
-
-PROBE, PROBES, FIRST_PROBES = 384, 3, 20
-"""A probe multiplies two matrices of PROBE x PROBE elements PROBES times, and takes the least time.
-
-FIRST_PROBES probes at the start find the usual time.
-"""
-
-DISTURBED = 1.1
-"""A run is disturbed if a probe takes more than this many times its usual time."""
-
-TRIES = 4
-"""A disturbed run is run at most this many times."""
-
-WAITS, WAIT_SECONDS = 4, 0.03
-"""While a probe is slow, a run waits WAIT_SECONDS and probes again, on average at most WAITS times.
-
-Most disturbances last less than a third of a second.
-"""
 
 TOLERANCE = 1e-5
 """The largest allowed error of a product in float32 against float64, relative to its largest element."""
@@ -167,16 +146,6 @@ def difference(name: str, slow: Sequence[float], fast: Sequence[float], **target
     return Figure(name, statistics.median(paired), "us", median_interval(paired), **targets)
 
 
-def median_figure(name: str, seconds: Sequence[float], unit: str = "us", **targets: float | None) -> Figure:
-    """The median in microseconds ("us") or milliseconds ("ms"), with its interval."""
-    times = [UNITS[unit] * s for s in seconds]
-    return Figure(name, statistics.median(times), unit, median_interval(times), **targets)
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    return math.exp(statistics.fmean(map(math.log, values)))
-
-
 # --------------------------------------------------------------------------------------------------------- the loop
 
 
@@ -213,111 +182,6 @@ def checked(
     return errors
 
 
-class Runs(NamedTuple):
-    """How many runs were timed, how many were repeated, and how many of the results that count are disturbed."""
-
-    timed: int
-    repeated: int
-    disturbed: int
-
-    def __str__(self) -> str:
-        repeated = f"{self.repeated} were repeated because others used the cores"
-        return f"{self.timed} run{'s' * (self.timed != 1)}: {repeated}, {self.disturbed} stayed disturbed"
-
-
-class NoiseMonitor:
-    """Detects whether others use the cores: each rank times a small product before and after a run.
-
-    A run waits while the probe of the slowest rank takes more than DISTURBED times its usual time. A run that was
-    disturbed is repeated, at most TRIES times. The number of repetitions is at most the number of runs (or TRIES, if
-    that is more). Then the try with the fastest probes counts. The times of the run itself do not matter for this.
-
-    Probes, waits and repetitions since the last count may take `patience` seconds, or as long as the runs if that is
-    longer. While they have taken more, runs run once, without probes, and are not counted.
-
-    Collective over `comm` (mpi4py).
-    """
-
-    def __init__(self, comm: Any, patience: float = math.inf):
-        self.comm, self.patience = comm, patience
-        self._watching = self._timing = 0.0  # seconds since the last count: for probes, waits, repetitions; for runs
-        self._is_spent = False
-        self._products = [np.ones((PROBE, PROBE), np.float32) for _ in range(3)]
-        self._probe_seconds: list[float] = []
-        self._turns = self._repeated = self._waited = self._disturbed = 0
-        for _ in range(FIRST_PROBES):
-            self.probe()
-
-    @staticmethod
-    def of(comm: Any, patience: float = math.inf) -> NoiseMonitor | None:
-        """A monitor, or None if ranks share a core: then each rank always disturbs the others. Collective."""
-        cores = min(launcher.cores_per_rank(), launcher.cores_beside_other_hosts())
-        return NoiseMonitor(comm, patience) if of_all_ranks(comm, np.array([cores])).min() >= 1 else None
-
-    def probe(self) -> float:
-        """The time of a probe now, divided by its usual time: the lower decile of all probes of this rank.
-
-        0 without a probe, if there is no patience left.
-        """
-        if self._is_spent:
-            return 0.0
-        a, b, c = self._products
-        seconds = [seconds_of(lambda: np.matmul(a, b, out=c)) for _ in range(PROBES)]
-        self._watching += sum(seconds)
-        self._probe_seconds.append(min(seconds))
-        return min(seconds) / float(np.quantile(self._probe_seconds, 0.1))
-
-    def wait_until_quiet(self) -> float:
-        """Wait until no rank is disturbed, or until the waits are used up. Returns the last probe of this rank."""
-        while True:
-            slowdown = self.probe()
-            slowest = float(of_all_ranks(self.comm, np.array([slowdown])).max())
-            if slowest <= DISTURBED or self._waited >= WAITS * max(self._turns, TRIES):
-                return slowdown
-            self._waited += 1
-            self._watching += WAIT_SECONDS
-            sleep(WAIT_SECONDS)
-
-    def repeat_disturbed(self, run: Callable[[], tuple[float, float]]) -> float:
-        """The value of the least disturbed try of `run`, which returns (the slowest probe of this rank, value)."""
-        self._turns += not self._is_spent
-        tries: list[tuple[float, float]] = []
-        most = max(self._turns, TRIES)
-        while not tries or (
-            min(tries)[0] > DISTURBED and len(tries) < TRIES and self._repeated < most and not self._is_spent
-        ):
-            self._repeated += bool(tries)
-            begun, watched = perf_counter(), self._watching
-            slowdown, value = run()
-            taken = perf_counter() - begun
-            if tries:
-                self._watching = watched + taken
-            else:
-                self._timing += taken - (self._watching - watched)  # without its probes and waits
-            over = self._watching - max(self.patience, self._timing)
-            slowest, over = of_all_ranks(self.comm, np.array([slowdown, over])).max(axis=0).tolist()
-            self._is_spent = over > 0  # the same on all ranks
-            tries.append((slowest, value))
-        self._disturbed += min(tries)[0] > DISTURBED
-        return min(tries)[1]
-
-    def measure(self, function: Callable[[], float]) -> float:
-        """The value of `function()` in a run that is not disturbed. It must return the same on all ranks."""
-
-        def run() -> tuple[float, float]:
-            before, value = self.wait_until_quiet(), function()
-            return max(before, self.probe()), value
-
-        return self.repeat_disturbed(run)
-
-    def count(self) -> Runs:
-        """The runs since the last count."""
-        runs = Runs(self._turns, self._repeated, self._disturbed)
-        self._turns = self._repeated = self._waited = self._disturbed = 0
-        self._watching, self._timing, self._is_spent = 0.0, 0.0, False
-        return runs
-
-
 def alternate(
     comm: Any,
     contestants: Mapping[str, Callable[[], object]],
@@ -328,7 +192,7 @@ def alternate(
     idle: float = 0.0,
     before: Callable[[str], object] | None = None,
     after: Callable[[str, Any], object] | None = None,
-    monitor: NoiseMonitor | None = None,
+    timed: Callable[[Callable[[], float]], float] | None = None,
 ) -> dict[str, list[float]]:
     """The seconds per call of each contestant, one for each round, of the slowest rank.
 
@@ -337,36 +201,30 @@ def alternate(
     and token buckets are full.
 
     `warmup` runs of each contestant come first and do not count. They make plans, memory and connections. The calls of
-    `before(name)` and `after(name, result)` around each run are not timed. A `monitor` repeats disturbed runs.
+    `before(name)` and `after(name, result)` around each run are not timed. `timed(run)` may call a run more than once.
+    It returns the seconds that count.
     """
 
-    def run(name: str) -> tuple[float, float]:
-        call, slowdown = contestants[name], 0.0
+    def run(name: str) -> float:
+        call = contestants[name]
         if before is not None:
             before(name)
         sleep(idle)
-        if monitor is not None:
-            slowdown = monitor.wait_until_quiet()
         meet(comm)
         begun = perf_counter()
         for _ in range(calls):
             result = call()
         taken = (perf_counter() - begun) / calls
-        if monitor is not None:
-            slowdown = max(slowdown, monitor.probe())
         if after is not None:
             after(name, result)
-        return slowdown, taken
+        return taken
 
     seconds = np.zeros((len(contestants), warmup + rounds))
     names = list(contestants)
     for i in range(warmup + rounds):
         for place in range(len(names)):
             k = (i + place) % len(names)
-            if monitor is None or i < warmup:
-                _, seconds[k, i] = run(names[k])
-            else:
-                seconds[k, i] = monitor.repeat_disturbed(partial(run, names[k]))
+            seconds[k, i] = run(names[k]) if timed is None or i < warmup else timed(partial(run, names[k]))
     seconds = seconds[:, warmup:].copy()
     slowest = of_all_ranks(comm, seconds).max(axis=0)
     return dict(zip(contestants, slowest.tolist(), strict=True))

@@ -15,9 +15,8 @@ import collectives
 import peers
 import plain_mpi
 from fompi.bench import device, fused
-from fompi.bench.cases import KERNEL
+from fompi.bench.fused import KERNEL, OPERATIONS
 from fompi.bench.measure import DEFAULT
-from fompi.bench.rivals.library import OPERATIONS
 
 SUITES = "tools/suites"
 """The suites that are not in the wheel, from the folder of the project."""
@@ -26,10 +25,9 @@ SUITES = "tools/suites"
 @pytest.mark.timeout(200)
 def test_peers(mpirun, tmp_path):
     """mpi4py, gloo and JAX run. A rival that is not installed is named with its reason."""
-    files = ["--json", tmp_path / "rows.json", "--markdown", tmp_path / "rows.md", "--plot", tmp_path / "rows.svg"]
+    files = ["--json", tmp_path / "rows.json"]
     done = mpirun(2, "-m", "fompi", "bench", f"{SUITES}/peers.py", "--quick", "--rounds", "2", *files, seconds=180)
     assert done.returncode == 0 and not done.left_behind, done.output
-    assert (tmp_path / "rows.md").read_text() in done.stdout and b"<svg" in (tmp_path / "rows.svg").read_bytes()
     *rows, summary = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [row["what"].split(",")[0] for row in rows] == list(OPERATIONS)
     for row in rows:
@@ -189,8 +187,7 @@ def test_papers(mpirun):
 @pytest.mark.timeout(120)
 def test_overhead(mpirun, tmp_path):
     """Small times are in microseconds, each with its range. Every reference is there."""
-    page = tmp_path / "rows.md"
-    options = ["--quick", "--rounds", "2", "--json", tmp_path / "rows.json", "--markdown", page]
+    options = ["--quick", "--rounds", "2", "--json", tmp_path / "rows.json"]
     done = mpirun(2, "-m", "fompi", "bench", f"{SUITES}/overhead.py", *options, seconds=110)
     assert done.returncode == 0, done.output
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
@@ -202,7 +199,7 @@ def test_overhead(mpirun, tmp_path):
         assert all(len(samples) == 2 and min(samples) > 0 for samples in row["samples"].values())
         assert all(figure["most"] and figure["unit"] in ("us", "ms") for figure in row["figures"])
         assert row["base"] is None or row["base"] in row["samples"]
-    text = page.read_text()
+    text = done.stdout
     units = text.count("| median us |"), text.count("| median ms |")
     assert sum(units) == 8 and min(units) >= 2, text  # on a busy machine a call takes milliseconds
 
@@ -257,7 +254,6 @@ def test_a_shape_as_json(mpirun):
         ("bench fused --quick --row nothing", "fompi: bench fused: no row has 'nothing' in its name"),
         ("bench overhead --device software", "fompi: bench overhead: the suite has no rows_on_device(bench)"),
         ("bench nowhere.py", "fompi: bench nowhere.py: No such file or directory"),
-        ("bench fused --quick --plot rows.pdf", "fompi: rows.pdf: a picture is SVG or PNG"),
         ("bench fused --quick --json /no/such/folder/rows.json", "No such file or directory"),
     ],
 )

@@ -19,9 +19,9 @@ import job
 import pytest
 from blocks import Block
 from commands import run_here
+from scale import step
 
 from fompi.model.machine import Machine
-from fompi.planner.layers import step
 
 README = "README.md"
 RUNNABLE = [block for block in blocks.python() if block.ranks]
@@ -30,7 +30,7 @@ OTHER_RANKS = [replace(FIRST, ranks=ranks, output=None) for ranks in (1, 3)] if 
 """The first program of the README, on numbers of ranks that the page does not name."""
 
 PURE = ("plan", "simulate", "explain", "layout", "balance")
-"""The commands that need no MPI and print the same every time. (`simulate step` has a test of its own.)"""
+"""The commands that need no MPI and print the same every time. (`tools/scale.py` has a test of its own.)"""
 
 MOST_LINES = {"README.md": 130, "docs/howto/": 80}
 
@@ -113,7 +113,7 @@ def test_commands_are_bash(block):
 
 def is_pure(words: list[str]) -> bool:
     has_files = any(word.endswith((".json", ".py")) for word in words)
-    return bool(words) and words[0] in PURE and "step" not in words and not has_files
+    return bool(words) and words[0] in PURE and not has_files
 
 
 def pattern(shown: str) -> str:
@@ -181,7 +181,7 @@ def test_the_study_at_scale_on_eight_ranks():
     (page,) = blocks.ROOT.glob("docs/**/scale.md")
     text = page.read_text()
     rows = re.findall(r"^\| 8 \|(.*)\|$", text, re.MULTILINE)
-    asked = [shlex.split(words) for words in re.findall(r"^(?:python -m )?fompi simulate step (.*)", text, re.M)]
+    asked = [shlex.split(words) for words in re.findall(r"^python tools/scale.py (.*)", text, re.M)]
     assert len(rows) == len(asked) == 3
     for row, words in zip(rows, asked, strict=True):
         options = dict(zip(words[::2], words[1::2], strict=True))

@@ -74,7 +74,7 @@ sys.path.insert(0, "SUITES")
 import numpy as np
 import fompi
 import papers
-from fompi.bench.cluster import TcpHosts
+from fompi.bench.measure import BenchHosts
 from fompi.bench.measure import Bench
 
 world = fompi.Communicator()
@@ -83,7 +83,7 @@ papers.UNFUSED = {"unfused": {"schedule": "unfused_p2p"}}
 papers.SLICED = {"slices": {"schedule": "sliced_p2p", "slices": 4}}
 good = {"fompi ring, 4 slices": {"schedule": "ring", "slices": 4}}
 bad = {"fompi ring, 4 slices": {"schedule": "unfused_p2p", "slices": 4}}  # every message waits for the whole kernel
-with TcpHosts(world.link.comm) as cluster:
+with BenchHosts(world.link.comm) as cluster:
     setting = papers.FusedCase("matmul_reduce_scatter", papers.M, papers.N, papers.K)
     bench = Bench(world, cluster, 3)
     exchange = papers.best_exchange(bench, setting)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fompi.bench.rivals import tcp
+from fompi.lab import tcp
 
 pytestmark = pytest.mark.one_mpi
 

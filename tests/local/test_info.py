@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fompi.cli.facts import _counters, _paths
-from fompi.cli.info import blocks
+from fompi.cli.info import _counters, _paths, blocks
 from fompi.cli.processes import (
     Process,
     binding,
@@ -538,10 +537,10 @@ def test_the_expected_number_of_ranks():
 def test_whether_products_are_announced(monkeypatch):
     cpu, gpu = (Process(1, "here", device, frozenset({0})) for device in ("cpu", "cuda:0 H100"))
     monkeypatch.delenv("FOMPI_COUNTERS", raising=False)
-    monkeypatch.setattr("fompi.cli.facts._version", lambda names: "3.4" if "triton" in names else None)
+    monkeypatch.setattr("fompi.cli.info._version", lambda names: "3.4" if "triton" in names else None)
     assert _counters([cpu]) is None and "measured to be faster (FOMPI_COUNTERS=auto, Triton 3.4)" in _counters([gpu])
     monkeypatch.setenv("FOMPI_COUNTERS", "1")
-    monkeypatch.setattr("fompi.cli.facts._version", lambda names: None)
+    monkeypatch.setattr("fompi.cli.info._version", lambda names: None)
     assert "wherever it can (FOMPI_COUNTERS=1, Triton is not installed)" in _counters([cpu])
 
 

@@ -10,22 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import noise
 from fompi.tuning import rounds
 from fompi.tuning.rounds import (
-    TRIES,
     Figure,
-    NoiseMonitor,
     Row,
     WrongResult,
     alternate,
     best_of,
     checked,
-    geometric_mean,
     median_interval,
     ratio,
     relative_error,
     texts,
 )
+from means import geometric_mean
+from noise import TRIES, NoiseMonitor
 from planner import over_best
 
 
@@ -186,7 +186,7 @@ def test_a_time_is_per_call_and_of_the_slowest_rank(spend):
 
 def monitor_with(monkeypatch, probes):
     """A monitor whose probes have these values: one before and one after each run."""
-    monkeypatch.setattr(rounds, "FIRST_PROBES", 0)
+    monkeypatch.setattr(noise, "FIRST_PROBES", 0)
     monitor = NoiseMonitor(Alone())
     values = iter(probes)
     monkeypatch.setattr(monitor, "probe", lambda: next(values))
@@ -197,7 +197,7 @@ def test_a_disturbed_run_is_repeated(monkeypatch, spend):
     """The least disturbed try counts, not the fastest one. There are at most TRIES tries."""
     naps = iter([3.0, 1.0, 2.0])
     monitor = monitor_with(monkeypatch, [1.0, 1.5, 1.0, 1.4, 1.0, 1.1])
-    measured = alternate(Alone(), {"a": lambda: spend(next(naps))}, 1, warmup=0, monitor=monitor)
+    measured = alternate(Alone(), {"a": lambda: spend(next(naps))}, 1, warmup=0, timed=monitor.measure)
     assert measured["a"] == [2.0]
     assert str(monitor.count()) == "1 run: 2 were repeated because others used the cores, 0 stayed disturbed"
 
@@ -213,47 +213,36 @@ def test_a_single_measurement_is_repeated_too(monkeypatch):
 
 def test_a_run_waits_until_others_rest(monkeypatch):
     """Then it need not be repeated. If others never rest, the waits are limited."""
-    monkeypatch.setattr(rounds, "WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(noise, "WAIT_SECONDS", 0.001)
     monitor = monitor_with(monkeypatch, [1.3, 1.2, 1.0, 1.0])
     assert monitor.measure(lambda: 1.1) == 1.1 and monitor.count() == (1, 0, 0)
     monitor, probes = monitor_with(monkeypatch, iter(lambda: 1.3, 0)), []
     monkeypatch.setattr(monitor, "probe", lambda: probes.append(1) or 1.3)
-    alternate(Alone(), {"a": lambda: None}, 50, warmup=0, monitor=monitor)
-    assert len(probes) <= 2 * 2 * 50 + rounds.WAITS * (50 + TRIES)
+    alternate(Alone(), {"a": lambda: None}, 50, warmup=0, timed=monitor.measure)
+    assert len(probes) <= 2 * 2 * 50 + noise.WAITS * (50 + TRIES)
 
 
 def test_the_number_of_repeated_runs_is_limited(monkeypatch):
     """If others never rest, there are at most twice as many runs. `count` then starts at 0 again."""
     monitor = monitor_with(monkeypatch, iter(lambda: 1.6, 0))
     calls = []
-    alternate(Alone(), {"a": lambda: calls.append(1), "b": lambda: calls.append(1)}, 10, warmup=1, monitor=monitor)
+    alternate(
+        Alone(), {"a": lambda: calls.append(1), "b": lambda: calls.append(1)}, 10, warmup=1, timed=monitor.measure
+    )
     assert 2 + 20 < len(calls) <= 2 + 40 + TRIES
     assert monitor.count().disturbed == 20 and monitor.count().timed == 0
-
-
-@pytest.mark.parametrize(("run", "watched"), [(0.001, 5), (0.008, 30)])
-def test_the_patience_of_a_monitor_ends(run, watched, monkeypatch, spend):
-    """Probes take 6 ms of a run, on a clock of the test. After 20 ms they take no longer than the runs themselves."""
-    begun = rounds.perf_counter()
-    monkeypatch.setattr(rounds.np, "matmul", lambda *operands, out: spend(0.001))
-    monitor = NoiseMonitor(Alone(), patience=0.0205)
-    monitor.count()
-    for _ in range(30):
-        monitor.measure(lambda: spend(run) or 1.0)
-    assert monitor.count() == (watched, 0, 0)  # all others ran without probes
-    assert rounds.perf_counter() - begun == pytest.approx(3e-3 * rounds.FIRST_PROBES + 30 * run + watched * 6e-3)
 
 
 def test_a_probe_is_slow_beside_its_usual_time(monkeypatch, spend):
     """Of its products the fastest counts: one that is disturbed does not matter."""
     seconds = [0.001]
-    monkeypatch.setattr(rounds.np, "matmul", lambda *operands, out: spend(seconds[0]))
+    monkeypatch.setattr(noise.np, "matmul", lambda *operands, out: spend(seconds[0]))
     monitor = NoiseMonitor(Alone())
     assert monitor.probe() == pytest.approx(1.0)
     seconds[0] = 0.0015
     assert monitor.probe() == pytest.approx(1.5)
     several = iter([0.0015, 0.001, 0.0015])
-    monkeypatch.setattr(rounds.np, "matmul", lambda *operands, out: spend(next(several)))
+    monkeypatch.setattr(noise.np, "matmul", lambda *operands, out: spend(next(several)))
     assert monitor.probe() == pytest.approx(1.0)
 
 

@@ -1,18 +1,14 @@
-"""The rows of a benchmark as JSON, Markdown and a plot."""
+"""The rows of a benchmark as JSON and Markdown."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from fompi.bench import table
 from fompi.tuning.rounds import Figure, Row
 
-ROOT = Path(__file__).resolve().parents[2]
 FACTS = {
     "command": "python -m fompi bench none",
     "date": "2026-01-01",
@@ -68,18 +64,3 @@ def test_markdown(rows):
     assert body[0].endswith(" | predicted / it |") and body[2].endswith(" | 1.100 |") and body[3].endswith(" |  |")
     assert "| limit: link | 90.00 |" in times and "| other: not installed |" in times
     assert len({line.replace("\\|", "").count("|") for line in body}) == 1, "all lines have the same number of cells"
-
-
-@pytest.mark.parametrize(("name", "begins"), [("rows.png", b"\x89PNG"), ("rows.svg", b"<?xml")])
-def test_a_plot(rows, tmp_path, name, begins):
-    table.plot(rows, tmp_path / name)
-    drawn = (tmp_path / name).read_bytes()
-    assert drawn.startswith(begins) and len(drawn) > 5000
-
-
-def test_a_plot_without_matplotlib_is_refused_before_measuring(tmp_path):
-    """An entry None in sys.modules makes the import fail."""
-    code = "import sys; sys.modules['matplotlib'] = None; from fompi.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "bench", "overhead", "--plot", str(tmp_path / "x.png")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
-    assert done.returncode == 2 and "pip install matplotlib" in done.stderr and "Traceback" not in done.stderr

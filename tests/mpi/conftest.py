@@ -135,7 +135,6 @@ def few_rounds(monkeypatch):
     monkeypatch.setattr(calibrate, "PRODUCTS", calibrate.PRODUCTS[-4:])
     monkeypatch.setattr(calibrate, "FEW_PRODUCTS", calibrate.PRODUCTS[-2:])
     monkeypatch.setattr(calibrate, "LIBRARY_SIZES", calibrate.LIBRARY_SIZES[:3])
-    monkeypatch.setattr(calibrate.NoiseMonitor, "of", lambda comm, patience=0.0: None)
 
 
 @functools.cache

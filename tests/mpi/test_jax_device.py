@@ -14,7 +14,7 @@ import pytest
 import fompi
 from fompi.base.call_options import CallOptions
 from fompi.jax import ffi
-from fompi.jax.sites import End, Start, site_of
+from fompi.jax.sites import End, Start, TracedCall, site_of
 from fompi.mpi.paths import IPC, STAGED
 from fompi.tensors import dlpack
 
@@ -84,7 +84,7 @@ def shaped(*arrays):
 def site_for(operation, *arrays, **options):
     comm = options.pop("comm")
     arguments, _, how = operation.read(tuple(shaped(*arrays)), {**options})
-    return site_of(operation, arguments, comm, how or CallOptions())
+    return site_of(TracedCall(operation, arguments, comm, how or CallOptions()))
 
 
 CALLS = [

@@ -35,7 +35,7 @@ FOREIGN = {
     "mpi4py": {"mpi/transport.py", "lab/links.py"},
     "torch": {"torch"},
     "jax": {"jax"},
-    "matplotlib": {"bench/table.py", "cli/picture.py"},
+    "matplotlib": set(),
     "rich": {"cli/output.py"},
     "numba": {"backends/numba.py"},
     "cupy": {"backends/cuda"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from itertools import combinations
 from types import SimpleNamespace
 
@@ -28,10 +29,9 @@ def mbit(there, back=None, latency=1e-4):
     return Way(latency, there * 125e3, (back or there) * 125e3)
 
 
-def measured(**ways):
-    """By the names of the interfaces."""
-    subnets = {"wlan0": "192.168.1.0/24", "eth1": "10.0.0.0/24"}
-    return {(subnets[name], "h0", "h1"): way for name, way in ways.items()}
+def measured(shared, **ways):
+    """The networks with these ways, by the names of the interfaces."""
+    return [replace(each, ways={("h0", "h1"): ways[each.names[0]]}) for each in shared]
 
 
 def test_shared_networks_leave_out_what_all_hosts_have_alike():
@@ -71,7 +71,7 @@ def test_the_fastest_network_is_chosen_and_of_two_alike_the_one_with_less_latenc
     shared = networks.shared(HOSTS, NAMES)
 
     def chosen(**ways):
-        best = networks.choose(shared, measured(**ways))
+        best = networks.choose(measured(shared, **ways))
         return best and best.names
 
     assert chosen(wlan0=mbit(40), eth1=mbit(940)) == ("eth1",)
@@ -84,9 +84,8 @@ def test_the_fastest_network_is_chosen_and_of_two_alike_the_one_with_less_latenc
 
 def said(hosts=None, reached=None, **ways):
     hosts, reached = hosts or HOSTS, NAMES if reached is None else reached
-    shared = networks.shared(hosts, reached)
-    best = networks.choose(shared, measured(**ways))
-    return [*networks.remarks(shared, measured(**ways), best, hosts, reached)]
+    shared = measured(networks.shared(hosts, reached), **ways)
+    return [*networks.remarks(shared, networks.choose(shared), hosts, reached)]
 
 
 def test_remarks_name_the_slow_network_that_a_name_leads_over():
@@ -124,9 +123,9 @@ def test_an_obstacle_names_the_host_with_the_firewall():
 
 
 def test_rows_show_each_pair_over_each_network():
-    ways = measured(wlan0=NoWay("h0", "h1", "refused"), eth1=mbit(940, 2000))
-    shared = networks.shared(HOSTS, NAMES)
-    assert networks.rows(shared, ways, shared[0]) == [
+    ways = {"wlan0": NoWay("h0", "h1", "refused"), "eth1": mbit(940, 2000)}
+    shared = measured(networks.shared(HOSTS, NAMES), **ways)
+    assert networks.rows(shared, shared[0]) == [
         ["h0", "h1", "eth1 10.0.0.1", "eth1 10.0.0.2", "100", "940", "2000", "<- the job uses it"],
         ["h0", "h1", "wlan0 (Wi-Fi) 192.168.1.5", "wlan0 (Wi-Fi) 192.168.1.6", "refused", "", "", ""],
     ]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from scale import PARALLEL, main, step
 
 from fompi.base.errors import LayoutError
 from fompi.model.machine import Machine
-from fompi.planner.layers import MODELS, PARALLEL, step
+from fompi.planner.layers import MODELS
 
 NVLINK = Machine.load("h100-nvlink")
 
@@ -50,3 +51,11 @@ def test_a_step_takes_at_least_the_time_of_its_products():
 def test_unknown_models_and_numbers_out_of_range(model, parallel, ranks, tokens, words):
     with pytest.raises(LayoutError, match=words):
         step(model, parallel, ranks, NVLINK, tokens)
+
+
+def test_the_command(capsys):
+    main(["--model", "llama-7b", "--parallel", "dp", "--ranks", "8"])
+    assert capsys.readouterr().out == f"{step('llama-7b', 'dp', 8, Machine.load('h100-ndr'), 2048)}\n"
+    with pytest.raises(SystemExit, match="2"):
+        main(["--model", "gpt-9", "--ranks", "8"])
+    assert "no model 'gpt-9'; choose gpt2-1.5b" in capsys.readouterr().err

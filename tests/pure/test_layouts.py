@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from scale import _spec
 
 import fompi
 from fompi.base.errors import DtypeError, LayoutError
@@ -16,7 +17,7 @@ from fompi.model.machine import Level, Machine
 from fompi.parallel import actions
 from fompi.parallel.pipeline_plan import plan
 from fompi.planner.axis import Axis
-from fompi.planner.layers import DTYPE, MODELS, Transformer, _spec, predicted_call
+from fompi.planner.layers import DTYPE, MODELS, Transformer, predicted_call
 from fompi.planner.layout import _candidates, layouts
 from fompi.planner.step import AXES, GRADIENT, ITEM, RECOMPUTE, StepLayout, StepParts
 

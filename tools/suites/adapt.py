@@ -18,9 +18,10 @@ from typing import Any
 import fompi
 from collectives import MIB, problem_of
 from fompi.base.errors import StateError
-from fompi.bench.measure import Bench, repeated
+from fompi.bench.measure import Bench
 from fompi.tuning.calibrate import calibrate
 from fompi.tuning.rounds import Figure, Row, meet
+from means import repeated
 from planner import explained_for
 
 OPERATIONS = {"all_gather": 17, "reduce_scatter": 20, "all_reduce": 22}

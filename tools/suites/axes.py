@@ -26,6 +26,7 @@ from fompi.parallel.step_problem import LayerForm
 from fompi.plans.plan import Plan
 from fompi.runtime.binding import bind
 from fompi.tuning.rounds import Figure, Row, of_all_ranks, ratio
+from links import ring
 from strategy import EMULATED, StrategySetting, tensor_parallel_block
 
 Array = np.ndarray[Any, Any]
@@ -145,8 +146,9 @@ def whole_step(bench: Bench) -> Row:
     ]
     if not bench.cluster.shared:
         sizes = {"small": 64, "part": 4 * PARAMETERS // mesh["dp"], "rows": 4 * SHAPE[0] * SHAPE[1]}
-        hops = {name: partial(bench.cluster.exchange, n) for name, n in sizes.items()}
-        seconds = {name: median(taken) for name, taken in bench.times(hops, PILOT_ROUNDS).items()}
+        with ring(bench.cluster) as link:
+            hops = {name: partial(link.exchange, n) for name, n in sizes.items()}
+            seconds = {name: median(taken) for name, taken in bench.times(hops, PILOT_ROUNDS).items()}
         bandwidth = (sizes["rows"] - sizes["small"]) / max(seconds["rows"] - seconds["small"], 1e-9)
         machine = replace(INSTANT, name="these links", latency=seconds["small"], bandwidth=bandwidth)
         bound = formula(seconds["rows"]) + (2 * seconds["part"] if mesh["dp"] > 1 else 0.0)

@@ -24,10 +24,12 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-from fompi.bench.measure import Bench, repeated
+from fompi.bench.measure import Bench
 from fompi.engine.communicator import Communicator
 from fompi.torch.autoload import register
 from fompi.tuning.rounds import Figure, Row, WrongResult, difference, of_all_ranks
+from links import rendezvous
+from means import repeated
 
 SIZES = (64, 1 << 10, 1 << 14, 1 << 16, 1 << 20, 1 << 24, 100_000_000)
 QUICK_SIZES = (1 << 10,)
@@ -64,7 +66,7 @@ def start_gloo(comm: Any, address: str) -> None:
 def beside_torch(bench: Bench) -> Iterator[tuple[Bench, Any]]:
     """The benchmark beside PyTorch, whose default group is one of gloo, and a group of the backend "fompi"."""
     register()
-    start_gloo(bench.mpi, bench.cluster.rendezvous())
+    start_gloo(bench.mpi, rendezvous(bench.cluster))
     try:
         yield replace(bench, moves="gloo: threads"), dist.new_group(backend="fompi")
     finally:

@@ -25,10 +25,11 @@ from typing import Any
 import numpy as np
 
 import fompi
+from fompi.bench.fused import of_mpi
 from fompi.bench.measure import DEFAULT, Bench, Call, HostPlace
-from fompi.bench.rivals.library import of_mpi
 from fompi.schedules.registry import can_move
 from fompi.tuning.rounds import Row
+from links import ring
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 
@@ -101,7 +102,7 @@ def measured(bench: Bench, operation: str, total: int) -> Row:
         }
         errors = bench.checked(calls, reference)
         if not cluster.shared:
-            calls["link"] = lambda: cluster.exchange(sent(operation, total, size))
+            calls["link"] = partial(held.enter_context(ring(cluster)).exchange, sent(operation, total, size))
         row = bench.row(_title(operation, total), calls, base="library", errors=errors)
     best = row.best(CANDIDATES)
     if cluster.shared:

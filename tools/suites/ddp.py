@@ -36,10 +36,11 @@ import torch
 
 import fompi
 from c10d import beside_torch, compare
-from fompi.bench.measure import Bench, Call, repeated
+from fompi.bench.measure import Bench, Call
 from fompi.engine.communicator import Communicator
 from fompi.torch import DistributedDataParallel
 from fompi.tuning.rounds import Figure, Row, of_all_ranks, seconds_of
+from means import repeated
 from training import Blocks, alone, data_parallel
 
 BUCKET_MB = 1

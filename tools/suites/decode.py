@@ -34,7 +34,8 @@ from fompi.bench.measure import Bench, Call, Calls
 from fompi.engine.communicator import Communicator
 from fompi.mpi.transport import start_mpi
 from fompi.parallel.tensor import all_reduce_rmsnorm
-from fompi.tuning.rounds import Figure, Row, median_figure
+from fompi.tuning.rounds import Figure, Row
+from means import median_figure
 from training import Block, Gpt
 
 GLOO, OURS, LIBRARY = "gloo", "fompi", "MPI"

@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 
 from c10d import start_gloo
-from fompi.bench.rivals.library import Array
+from fompi.bench.fused import Array
 from sliced import Sliced
 
 Work = Any

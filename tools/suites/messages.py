@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fompi.bench.rivals.library import Array
+from fompi.bench.fused import Array
 from fompi.engine.progress import Helper, pause_between_polls
 from fompi.mpi import launcher
 from fompi.mpi.link import request_testsome

@@ -19,11 +19,12 @@ import numpy as np
 import fompi
 from fompi.base.layout import COLLECTIVES, Shard, Sizes, Spec
 from fompi.bench import overhead
-from fompi.bench.measure import Bench, Call, plan, repeated
+from fompi.bench.measure import Bench, Call, plan
 from fompi.bench.overhead import BOUND, CALLS, UNBOUND, calls_of, row_of, times_of
 from fompi.mpi.link import request_testsome
 from fompi.plans.problems import Form, Problem, problem
-from fompi.tuning.rounds import Row, difference, median_figure, seconds_of
+from fompi.tuning.rounds import Row, difference, seconds_of
+from means import median_figure, repeated
 
 CHANGING_CALLS = 10_000
 """Calls with new counts, in all rounds together."""

@@ -28,10 +28,10 @@ import numpy as np
 
 import fompi
 from emulated import CORNER, Emulated, corner
+from exchange import bare_exchange
 from fompi.base.layout import offsets, split
-from fompi.bench.cases import FusedCase
+from fompi.bench.fused import FusedCase
 from fompi.bench.measure import Bench, Call, plan, schedules
-from fompi.bench.rivals.exchange import bare_exchange
 from fompi.model.machine import Machine
 from fompi.mpi.transport import library
 from fompi.tuning.rounds import Figure, Row, WrongResult, best_of

@@ -2,7 +2,7 @@
 
     mpirun -n 2 python -m fompi bench tools/suites/peers.py
 
-The grid is that of `fompi.bench.cases`. Peers run in one process, one after the other. Their threads sleep when they
+The grid is that of `fompi.bench.fused`. Peers run in one process, one after the other. Their threads sleep when they
 have nothing to do. Each peer is checked before it is timed. A peer that cannot run is in the table with the reason.
 """
 
@@ -17,20 +17,20 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from fompi.bench.cases import (
+from fompi.bench.fused import (
     BLOCKING,
     KERNEL,
-    MOST_SLOWER,
+    Array,
     FusedCase,
     grid,
     kernel_of,
-    low_end,
 )
-from fompi.bench.cluster import TcpHosts
-from fompi.bench.measure import Bench, Call, schedules
-from fompi.bench.rivals.library import Array
-from fompi.tuning.rounds import Figure, Row, geometric_mean, texts
-from fused import HELPER, LEAST_SLICED, LEAST_SLICED_CASE
+from fompi.bench.measure import Bench, BenchHosts, Call, schedules
+from fompi.tuning.rounds import Figure, Row, texts
+from fused import HELPER, LEAST_SLICED, LEAST_SLICED_CASE, MOST_SLOWER, low_end
+from links import rendezvous, ring
+from means import geometric_mean
+from noise import watched
 from plain_mpi import PAIRWISE, UNFUSED, without_fompi
 from xla import Xla
 
@@ -51,8 +51,10 @@ SWITCH_SECONDS = 1e-4
 def rows(bench: Bench) -> list[Row]:
     """A row for every operation and K, and a summary."""
     slices = QUICK_SLICES if bench.quick else SLICES
+    bench, runs = watched(bench)
     with frameworks(bench.cluster, slices) as (peers, absent):
-        measured_rows = [measured(bench, case, slices, peers, absent) for case in bench.each(grid(bench.quick))]
+        made = (measured(bench, case, slices, peers, absent) for case in bench.each(grid(bench.quick)))
+        measured_rows = [replace(row, progress=f"{row.progress}; {runs()}") for row in made]
         return [*measured_rows, summary(bench, measured_rows)] if measured_rows else []
 
 
@@ -60,7 +62,7 @@ Peer = Callable[[str, Array, Array], Call]
 
 
 @contextmanager
-def frameworks(cluster: TcpHosts, slices: Sequence[int]) -> Iterator[tuple[dict[str, Peer], dict[str, str]]]:
+def frameworks(cluster: BenchHosts, slices: Sequence[int]) -> Iterator[tuple[dict[str, Peer], dict[str, str]]]:
     """The peers by name, and the reason for each peer that cannot run here. Collective."""
     comm = cluster.comm
     if cluster.shared:
@@ -78,7 +80,7 @@ def frameworks(cluster: TcpHosts, slices: Sequence[int]) -> Iterator[tuple[dict[
             All ranks import the module before any rank connects. So no rank waits for one that cannot import it.
             """
             started: list[Any] = []
-            place = cluster.rendezvous()
+            place = rendezvous(cluster)
             reason = failure(comm, lambda: import_module(module)) or failure(comm, lambda: started.append(make(place)))
             if reason:
                 absent[name] = reason
@@ -121,14 +123,14 @@ def measured(
         errors = bench.checked(calls, case.reference(comm.rank, comm.size))
         calls[KERNEL] = kernel_of(case)
         if not cluster.shared:
-            calls[LINK] = lambda: cluster.exchange(case.sent(comm.size))
-        row = bench.row_of(str(case), bench.times(calls, monitor=cluster.monitor), absent=absent, errors=errors)
+            calls[LINK] = partial(held.enter_context(ring(cluster)).exchange, case.sent(comm.size))
+        row = bench.row_of(str(case), bench.times(calls, timed=bench.timed), absent=absent, errors=errors)
     return replace(
         row,
         base=row.best(UNFUSED),
         limits={"T_c": row.median(KERNEL)} | ({} if cluster.shared else {"link": row.median(LINK)}),
         figures=figures(bench, row, row.best(FUSED)),
-        progress=f"{bench.progress}; {HELPER}; {bench.cluster.runs()}",
+        progress=f"{bench.progress}; {HELPER}",
     )
 
 

@@ -14,6 +14,7 @@ from fompi.bench.measure import Bench
 from fompi.model.pipeline import has_chunks, predicted
 from fompi.parallel.pipeline import SCHEDULES, Pipeline
 from fompi.tuning.rounds import Figure, Row, of_all_ranks
+from links import ring
 
 Array = np.ndarray[Any, Any]
 
@@ -73,8 +74,11 @@ def pipelines(bench: Bench) -> Row:
         spans[name].append(float(of_all_ranks(bench.mpi, span).max()))
 
     bench.times({name: partial(pipe.step, inputs, inputs) for name, pipe in pipes.items()}, after=note)
-    hop = {"hop": partial(cluster.exchange, int(np.prod(ACTIVATION)) * 4)}
-    c = 0.0 if cluster.shared else median(bench.times(hop, PILOT_ROUNDS)["hop"])
+    c = 0.0
+    if not cluster.shared:
+        with ring(cluster) as link:
+            hop = {"hop": partial(link.exchange, int(np.prod(ACTIVATION)) * 4)}
+            c = median(bench.times(hop, PILOT_ROUNDS)["hop"])
     samples = {name: each[-bench.rounds :] for name, each in spans.items()}
     formula = {name: predicted(name, comm.size, MICROBATCHES, chunks_of(name), seconds[name], c) for name in SCHEDULES}
     figures, most = [], bench.asked(MOST_BEYOND_FORMULA)

@@ -14,17 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from fompi.bench import cases
-from fompi.bench.cases import FusedCase
+from fompi.bench import fused
+from fompi.bench.fused import Array, FusedCase
 from fompi.bench.measure import Bench
-from fompi.bench.rivals.library import Array
 from messages import Requests, Sum
 from sliced import Sliced
 
 Call = Callable[[], Array]
 
 PAIRWISE = "unfused, mpi4py P2P"
-UNFUSED = (*cases.UNFUSED, PAIRWISE)
+UNFUSED = (*fused.UNFUSED, PAIRWISE)
 
 
 def without_fompi(bench: Bench, held: ExitStack, case: FusedCase, slices: Sequence[int]) -> dict[str, Call]:
@@ -32,7 +31,7 @@ def without_fompi(bench: Bench, held: ExitStack, case: FusedCase, slices: Sequen
     mpi, operation = bench.mpi, case.operation
     x, w = case.operands(bench.comm.rank, bench.comm.size)
     return {
-        **cases.without_overlap(bench, held, case),
+        **fused.without_overlap(bench, held, case),
         PAIRWISE: pairwise(operation, mpi, x, w, held),
         **{f"{s} slices, library": library_slices(operation, mpi, x, w, held, s) for s in slices},
         **{f"{s} slices, P2P": pairwise(operation, mpi, x, w, held, s) for s in slices},

@@ -6,7 +6,7 @@ The machine is calibrated first, in the same run. The speed of the cores is meas
 products of the calibration, because it changes within minutes if others share the cores. With `--quick` the preset
 `laptop` is taken instead of a calibration.
 
-- Between equal hosts: fused operations of the shapes of `fompi.bench.cases`, and of random shapes that the calibration
+- Between equal hosts: fused operations of the shapes of `fompi.bench.fused`, and of random shapes that the calibration
   never saw. The suite compares the prediction with the measurement, and the chosen plan with the best plan.
 - Between groups of hosts, or with a slow host: plain collectives. The suite compares the chosen plan with schedules
   that do not know about links, and with the lower bound.
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -32,9 +32,8 @@ import numpy as np
 
 import fompi
 from collectives import MIB, problem_of
-from fompi.bench.cases import KERNEL, FusedCase, grid, kernel_of
+from fompi.bench.fused import KERNEL, OPERATIONS, FusedCase, grid, kernel_of
 from fompi.bench.measure import Bench, specs
-from fompi.bench.rivals.library import OPERATIONS
 from fompi.model.fit import product_seconds, slowed
 from fompi.model.lower_bound import lower_bound
 from fompi.model.machine import NO_PACKING, Machine
@@ -44,6 +43,7 @@ from fompi.planner.explain import Explanation
 from fompi.runtime.report import percentile
 from fompi.tuning.calibrate import calibrate, slowdown
 from fompi.tuning.rounds import Figure, Row, best_of, median_interval
+from noise import watched
 
 RANDOM_SHAPES, QUICK_SHAPES, SEED = 100, 2, 2026
 
@@ -79,7 +79,8 @@ def rows(bench: Bench) -> list[Row]:
     if machine.levels or machine.rates:
         makers = {operation: partial(_collective, machine=machine, operation=operation) for operation in COLLECTIVES}
         return [description, *bench.rows(makers)]
-    measured = [_measured(bench, machine, case) for case in bench.each([*_shapes(bench.quick, bench.comm.size)])]
+    bench, runs = watched(bench)
+    measured = [_measured(bench, machine, case, runs) for case in bench.each([*_shapes(bench.quick, bench.comm.size)])]
     if not measured:
         return []
     return [description, *(row for both in measured for row in both), _summary(bench, measured)]
@@ -129,16 +130,16 @@ class _Measured(NamedTuple):
         return (self.final if name in self.final.samples else self.first).median(name)
 
 
-def _measured(bench: Bench, machine: Machine, case: FusedCase) -> _Measured:
+def _measured(bench: Bench, machine: Machine, case: FusedCase, runs: Callable[[], str]) -> _Measured:
     """Measure the chosen plan, the best others by the model, and those without overlap."""
-    comm, monitor, rounds = bench.comm, bench.cluster.monitor, bench.rounds
+    comm, timed, rounds = bench.comm, bench.timed, bench.rounds
     x, w = case.operands(comm.rank, comm.size)
     measure = partial(slowdown, machine, comm)
-    machine = slowed(machine, measure() if monitor is None else monitor.measure(measure))
+    machine = slowed(machine, measure() if timed is None else timed(measure))
     explained = explained_for(machine, case.operation, comm.size, x, w)
     best_first = [(one.candidate, one.seconds) for one in explained.judged if one.proof is not None]
     walked = {c: seconds for i, (c, seconds) in enumerate(best_first) if i < MOST_RIVALS or c in UNFUSED}
-    times = partial(bench.times, warmup=1, monitor=monitor)  # each ran once in `checked`
+    times = partial(bench.times, warmup=1, timed=timed)  # each ran once in `checked`
     with ExitStack() as held:
         calls = {str(each): bench.bound(held, explained.plan_of(each), x=x, w=w) for each in walked}
         errors = bench.checked(calls, case.reference(comm.rank, comm.size))
@@ -152,9 +153,8 @@ def _measured(bench: Bench, machine: Machine, case: FusedCase) -> _Measured:
     seconds = {str(candidate): seconds for candidate, seconds in walked.items()}
     at_kernels = {str(candidate): predict(explained.plan_of(candidate), now) for candidate in walked}
     limits = {"T_c": first.median(KERNEL), "bound": explained.lower_bound.seconds}
-    words = f"{bench.progress}; {bench.cluster.runs()}"
     measured = _Measured(
-        replace(first, limits=limits, predicted=seconds, progress=words),
+        replace(first, limits=limits, predicted=seconds, progress=f"{bench.progress}; {runs()}"),
         replace(final, predicted={name: seconds[name] for name in final.samples}),
     )
     return measured._replace(final=replace(measured.final, figures=_compared(measured, at_kernels)))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from fompi.base.errors import LayoutError
-from fompi.bench.rivals.library import Array, result_rows
+from fompi.bench.fused import Array, result_rows
 
 
 def piece_rows(operation: str, size: int, rows: int, slices: int) -> int:

@@ -24,9 +24,10 @@ import numpy as np
 import fompi
 from fompi.backends.numpy import Numpy
 from fompi.base.wires import WIRES
-from fompi.bench.measure import Bench, Call, Calls, with_wires
+from fompi.bench.measure import Bench, Call, Calls
 from fompi.engine.communicator import Communicator
-from fompi.tuning.rounds import Row, median_figure
+from fompi.tuning.rounds import Row
+from means import median_figure, with_wires
 from strategy import (
     Dimensions,
     Makers,

@@ -18,7 +18,7 @@ import fompi
 from accelerator import INSTANT, PILOT_ROUNDS, Accelerator, spend
 from fompi.backends.numbers import for_numpy, product
 from fompi.base.layout import split
-from fompi.bench.measure import Bench, Call, repeated
+from fompi.bench.measure import Bench, Call
 from fompi.engine.communicator import Communicator
 from fompi.engine.mesh import Mesh
 from fompi.model.flow_shop import Job, makespan
@@ -31,6 +31,7 @@ from fompi.parallel.pipeline import Pipeline
 from fompi.parallel.sequence import Sharding, ring_attention, ulysses_attention, usp_attention
 from fompi.parallel.tensor import attention, column_parallel_linear, row_parallel_linear
 from fompi.tuning.rounds import Figure, Row, median_interval
+from means import repeated
 
 Array = np.ndarray[Any, Any]
 

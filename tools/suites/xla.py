@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fompi.base.errors import StateError
-from fompi.bench.rivals.library import Array
+from fompi.bench.fused import Array
 
 AXIS = "ranks"
 

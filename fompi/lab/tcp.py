@@ -5,8 +5,7 @@
     with tcp.TcpRing(rank, addresses, listener) as ring:
         seconds = ring.exchange(8_000_000)  # to the next rank, while as much arrives from the previous one
 
-The ranks form a ring of persistent connections. This file imports the standard library only: `fompi.lab` loads it
-to measure its links with the same code.
+The ranks form a ring of persistent connections.
 """
 
 from __future__ import annotations
