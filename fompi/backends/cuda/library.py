@@ -175,10 +175,10 @@ class DeviceLibraries:
 
     def launch(self, launch: Any) -> Enqueue:
         """A Launch of `fompi.backends.cuda.kernels`. Its arguments are laid out once."""
-        return self._launch(self._function(launch.function), launch.grid, launch.block, launch.args, launch.shared)
+        return self._launch(self._function(launch.function), launch.grid, launch.block, launch.args)
 
     def _launch(
-        self, function: int, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int
+        self, function: int, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
     ) -> Enqueue:
         """An argument that is an array without dimensions may be changed between launches."""
         values = [*map(_argument, args)]
