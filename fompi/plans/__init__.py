@@ -4,7 +4,7 @@
 - `problems`: an operation with the shapes and dtypes of its operands, and the buffers that each rank has for it.
 - `rows`: the rows of a call: how many each rank has, sends and gets.
 - `specs`: the problem of an operation on global tensors, for every rank.
-- `conditions`: what the inputs and the outputs of each rank hold, and a reference.
+- `conditions`: what the inputs and the outputs of each rank hold.
 - `plan`: a plan as a value: for every rank its buffers and its list of ops.
 - `kernels`: the names of kernels, what each one computes, and what it costs.
 - `dependencies`: when an op may start, derived from what the ops read and write.
