@@ -8,8 +8,6 @@
 | `chains` | products in a fixed order, in C (`fompi/native/chain.c`) or by NumPy |
 | `half` | half types on host memory: how they are stored, widened and rounded |
 | `wires` | the kernels of messages that carry fewer bits: NumPy's, for where there is no compiler |
-| `numba` | sums and copies of large bfloat16 arrays, compiled; used by `numpy` without C, if Numba is installed |
 
-May import `base`, `plans`, `traces`, `model`, `tensors` and `native`, never `schedules` or `planner`. Only `numba`
-imports Numba.
+May import `base`, `plans`, `traces`, `model`, `tensors` and `native`, never `schedules` or `planner`.
 """

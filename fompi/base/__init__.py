@@ -9,7 +9,7 @@
 - `at_exit`: what runs when a process ends.
 - `log`: the log, `logging.getLogger("fompi")`; `html`: values as HTML, for notebooks.
 - `extras`: packages that may be missing, and the line of pip for them.
-- `kept`: what was measured, and compiled code, kept on disk.
+- `kept`: what was measured, kept on disk.
 - `file_checks`: checks of values that are read from JSON files.
 - `version`: the version number.
 
