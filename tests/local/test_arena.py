@@ -211,13 +211,13 @@ def test_threads():
 
 
 def test_small_arrays_are_not_leased():
-    with Arena(1 << 20, small_nbytes=100) as arena:
-        for shape, dtype in (((5, 5), "float32"), ((0,), "float64"), ((3, 4), "uint16"), ((), "int64")):
-            array = arena.take(shape, dtype)
-            assert array.shape == shape and array.dtype == dtype and array.ctypes.data % 64 == 0
-            array[...] = 7
-        assert arena.lent_nbytes + arena.free_nbytes == 0
-        kept = arena.take((26,), "float32")
-        assert arena.lent_nbytes == 128
-        del kept
-        assert (arena.lent_nbytes, arena.free_nbytes) == (0, 128)
+    arena = Arena(1 << 20, small_nbytes=100)
+    for shape, dtype in (((5, 5), "float32"), ((0,), "float64"), ((3, 4), "uint16"), ((), "int64")):
+        array = arena.take(shape, dtype)
+        assert array.shape == shape and array.dtype == dtype and array.ctypes.data % 64 == 0
+        array[...] = 7
+    assert arena.lent_nbytes + arena.free_nbytes == 0
+    kept = arena.take((26,), "float32")
+    assert arena.lent_nbytes == 128
+    del kept
+    assert (arena.lent_nbytes, arena.free_nbytes) == (0, 128)

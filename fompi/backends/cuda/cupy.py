@@ -453,12 +453,6 @@ class CudaDevice(Staging):
         page.__array_interface__ = {"version": 3, "data": (page.ptr, False), "typestr": "|u1", "shape": (nbytes,)}
         return np.ndarray(tuple(shape), dtype, np.asarray(page))
 
-    def release(self) -> None:
-        """Give the memory that nothing uses back to CUDA, for other libraries."""
-        self.use()
-        self.pool.release()
-        self.pages.release()
-
     # -- kernels
     def kernel(self, name: str, reads: Arrays, writes: Arrays, read_dtypes: Dtypes, write_dtypes: Dtypes) -> Enqueue:
         self._check_place(*reads, *writes)
