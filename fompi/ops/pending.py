@@ -307,7 +307,7 @@ class Pending:
             memory = self.memory(program, sized.shapes)
             actions = program.resolve(memory, sized.starts, self._backend, comm.link.collective)
         except Exception as error:  # the other ranks have started the call: its messages must move, whatever they carry
-            refusal, actions = refusal or error, program.drain(sized, self._backend, comm.link.collective)
+            refusal, actions = refusal or error, program.drain(sized, comm.link.collective)
         self.task = self._run = run = self._run_of(program)
         if self.agreed is not None:
             run.sent, run.carried = self.agreed.sent, self.agreed.carried

@@ -34,7 +34,6 @@ from fompi.backends.cuda.library import DeviceLibraries
 from fompi.backends.cuda.memory import OUT_OF_MEMORY, Lease, Opened, Pool, Slab
 from fompi.backends.cuda.products import product
 from fompi.backends.cuda.staging import HostMark, Marked, Staging
-from fompi.backends.half import storage
 from fompi.base.errors import DeviceError, FompiError, in_words, warn
 from fompi.tensors import dlpack
 from fompi.tensors.device_array import DeviceArray
@@ -432,10 +431,6 @@ class CudaDevice(Staging):
         self.check()
         self.use()
         return int(self.runtime.malloc(nbytes))
-
-    def storage(self, dtype: str) -> np.dtype[Any]:
-        """The dtype of the arrays that hold elements of the logical dtype `dtype`."""
-        return storage(dtype)
 
     def empty(self, shape: Sequence[int], dtype: Any) -> DeviceArray:
         return DeviceArray.of(self.pool.take(prod(shape) * np.dtype(dtype).itemsize), shape, dtype)
