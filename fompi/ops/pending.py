@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from math import prod
 from threading import Lock
 from time import perf_counter
 from typing import Any, Self
@@ -370,7 +371,7 @@ class Pending:
             shape = shapes[buffer.name]
             given = arrays.get(buffer.name)
             if given is None and buffer.role == "output" and out is not None and buffer.name in ("y", "g"):
-                given = out.array.reshape(shape) if out.array.size == _size(shape) else out.array
+                given = out.array.reshape(shape) if out.array.size == prod(shape) else out.array
             if given is not None and given.shape != shape:
                 raise ShapeError(f"{self._name}: {buffer.name} has {len(given)} rows, but {shape[0]} rows arrive here")
             if given is None:
@@ -587,7 +588,3 @@ class Started(Pending):
     def __del__(self) -> None:
         if self._is_unread:
             warnings.warn(f"fompi.{self._name}.start: nobody waited for the result", ResourceWarning, 2, source=self)
-
-
-def _size(shape: Sequence[int]) -> int:
-    return int(np.prod(shape, dtype=np.int64))
