@@ -32,7 +32,7 @@ from fompi.base.layout import Extents, Slices, integer
 from fompi.base.log import log
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import Agreement, agree
-from fompi.engine.tasks import DONE
+from fompi.engine.tasks import DONE, CallInFlight
 from fompi.ops.arguments import Arguments, LocalCall
 from fompi.ops.compared import common_of, in_words, schedule_of, signature_of
 from fompi.ops.ticket import Ticket, TicketInC, form_of, keep
@@ -128,7 +128,7 @@ def _other_plans(problem: Problem) -> Iterator[tuple[str, int, Plan]]:
 DOORS.other_plans = _other_plans
 
 
-class Pending:
+class Pending(CallInFlight):
     """An operation in flight, made by `operation.start(...)`.
 
         y = pending.wait()  # waits for the result
@@ -148,7 +148,6 @@ class Pending:
     _ticket: Ticket | None = None  # by which C has begun it
     _times: Times | None = None  # when its ops ran in C
     _form: Hashable = None  # under which it is remembered once it is finished
-    _is_unread = False  # True for a Started, until the program asks for the result or whether it is there
     task: Any = None
     """What does the call now: C, the agreement, then the run. The run drops the agreement."""
 
@@ -407,13 +406,6 @@ class Pending:
         return self._results(self._compiled) if self.task is DONE else self.wait()
 
     # -- for the caller
-    def done(self) -> bool:
-        """True once the operation is finished. Progresses everything in flight."""
-        self._is_unread = False
-        if not self.task.finished:
-            self._comm.engine.progress_while_waiting()
-        return self.task.finished
-
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for the result. Raises the error of the call, and WaitTimeout after `timeout` seconds (it goes on)."""
         if self._ticket is not None:
@@ -433,11 +425,6 @@ class Pending:
             if not engine.wait(task, channel, seconds, until=until()):
                 return False
         return True
-
-    def then(self, callback: Callable[[], object]) -> None:
-        """Call `callback()` once it is finished, in a thread that drives fompi. It must not raise."""
-        self._is_unread = False
-        self._comm.engine.watch(lambda: self.task, self._comm.channel, callback)
 
     def part(self, rank: int, timeout: float | None = None) -> Any:
         """The rows of the result that come from `rank`, as soon as they are there: a view of the result.
