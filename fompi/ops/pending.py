@@ -34,7 +34,7 @@ from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import Agreement, agree
 from fompi.engine.tasks import DONE, CallInFlight
 from fompi.ops.arguments import Arguments, LocalCall
-from fompi.ops.compared import common_of, in_words, schedule_of, signature_of
+from fompi.ops.decide import common_of, in_words, schedule_of, signature_of
 from fompi.ops.ticket import Ticket, TicketInC, form_of, keep
 from fompi.planner.choose import decode_rows, encode_rows, is_even, window_of_call
 from fompi.plans.over_x import over_x
