@@ -43,13 +43,12 @@ from fompi.plans.problems import Problem
 from fompi.plans.rows import extents_of
 from fompi.plans.staged import for_device
 from fompi.plans.verify import verify
-from fompi.runtime import needs
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.native_run import Times, drive_in_c, finished_run
+from fompi.runtime.needs import out_of_memory
 from fompi.runtime.program import Run, enter
 from fompi.schedules.registry import REGISTERED, SCHEDULES, available, messages_per_peer, write
 from fompi.tensors import dlpack
-from fompi.tensors.device_array import DeviceArray
 from fompi.traces.trace import AGREEMENT, Event, Trace
 
 Array = np.ndarray[Any, Any]
@@ -385,16 +384,12 @@ class Pending(CallInFlight):
 
     def _out_of_memory(self, error: OutOfMemory, program: Compiled, arrays: dict[str, Any]) -> DeviceError:
         """The error, with what this call needs and which plan would fit. `arrays` exist already."""
-        local, paths = self._local, self._comm.paths(self._backend.device)
+        local, staged = self._local, self._comm.paths(self._backend.device).is_staged
         assert self.extents is not None
         given = {*local.arrays, *("y", "g")} if local.out is not None and not local.in_place else {*local.arrays}
-        taken = sum(a.nbytes for name, a in arrays.items() if name not in given and isinstance(a, DeviceArray))
         problem = replace(local.problem, packed=local.packed)
-        stage = functools.partial(for_device, pairs=paths.is_staged)
-        words = needs.remedy(program.plan, problem, self.extents, given, error.free + taken, stage)
-        arrays.clear()  # the traceback of the error keeps them
-        self._outputs.clear()
-        return DeviceError(f"{error}. {words}")
+        self._outputs.clear()  # as `arrays`: the traceback of the error keeps them
+        return out_of_memory(error, program.plan, problem, self.extents, given, arrays, staged)
 
     @property
     def number(self) -> int:
