@@ -37,7 +37,7 @@ FOREIGN = {
     "jax": {"jax"},
     "matplotlib": {"bench/table.py", "cli/picture.py"},
     "rich": {"cli/output.py"},
-    "numba": set(),
+    "numba": {"backends/numba.py"},
     "cupy": {"backends/cuda"},
     "triton": {"backends/cuda/counters/triton.py"},
     "ml_dtypes": set(),
