@@ -5,10 +5,10 @@ from __future__ import annotations
 import catalogue
 import ml_dtypes
 import numpy as np
+from reference import reference
 
 import fompi
 from fompi.base.layout import Sizes, split
-from fompi.plans.conditions import reference
 from fompi.plans.meaning import ROOTED
 from fompi.schedules import registry
 

@@ -85,14 +85,12 @@ template <class... P> int launch(void (*kernel)(P...), unsigned grid, unsigned b
   extern "C" void name(__VA_ARGS__)
 
 inline void __syncthreads() { fiber::wait(fiber::AT_BLOCK); }
-inline void __syncwarp() { fiber::wait(fiber::AT_WARP); }
 template <class T> T __shfl_xor_sync(unsigned, T value, int distance) {
   const unsigned me = threadIdx.x, turn = fiber::turn[me]++ % 2;  // two: a thread may be one exchange ahead
   *(T*)fiber::exchanged[turn][me] = value;
   fiber::wait(fiber::AT_WARP);
   return *(T*)fiber::exchanged[turn][me ^ distance];
 }
-template <class T> T atomicAdd(T* at, T value) { const T old = *at; *at += value; return old; }
 
 inline float from_half(unsigned short bits) { _Float16 x; __builtin_memcpy(&x, &bits, 2); return x; }
 inline unsigned short to_half(float x) {

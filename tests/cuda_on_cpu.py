@@ -30,7 +30,7 @@ class Compiled:
         self.library = ctypes.CDLL(str(path))
 
     def run(self, launch):
-        assert len(launch.grid) == len(launch.block) == 1 and not launch.shared
+        assert len(launch.grid) == len(launch.block) == 1
         values = [np.asarray(np.uint64(a) if type(a) is int else a) for a in launch.args]
         pointers = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
         assert getattr(self.library, f"run_{launch.function}")(launch.grid[0], launch.block[0], pointers) == 0

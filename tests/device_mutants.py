@@ -62,9 +62,9 @@ MUTANTS = {
         "self.is_enqueued = self.finished = True\n        self.actions = []"),
     "a call returns before its last message": (ANY, f"{DISPATCH}:Dispatch.end_for_program",
         "self.unfinished == len(self.tokens)", "self.unfinished <= len(self.tokens) + 1"),
-    "all scratch is one array": (ANY, f"{BACKEND}:OnDevice.empty", "return make(tuple(shape), self.storage(dtype))",
+    "all scratch is one array": (ANY, f"{BACKEND}:OnDevice.empty", "return make(tuple(shape), storage(dtype))",
         "self.kept = getattr(self, 'kept', {})\n"
-        "    return self.kept.setdefault((tuple(shape), dtype, place), make(tuple(shape), self.storage(dtype)))"),
+        "    return self.kept.setdefault((tuple(shape), dtype, place), make(tuple(shape), storage(dtype)))"),
     # products that one kernel announces
     "a message leaves before its flag was seen": (ANY, f"{BACKEND}:AnnouncedProduct.done",
         "if self.is_raised():", "if True:"),

@@ -30,7 +30,7 @@ from fompi.backends.cuda.counters.announced import GROUP_NUMBERS, GROUP_POINTERS
 from fompi.backends.cuda.counters.signal import WORDS
 from fompi.backends.cuda.cupy import CudaDevice
 from fompi.backends.cuda.library import DeviceLibraries
-from fompi.backends.half import narrow, widen
+from fompi.backends.half import narrow, storage, widen
 from fompi.backends.numpy import Numpy
 
 REAL = cupy.cuda.runtime
@@ -305,7 +305,7 @@ class Cublas:
     def _view(self, ptr, code, rows, columns, stride, is_transposed):
         if is_transposed:
             return self._view(ptr, code, columns, rows, stride, 0).T
-        dtype = Numpy().storage(DTYPES[code])
+        dtype = storage(DTYPES[code])
         if not rows * columns:
             return np.zeros((rows, columns), dtype)
         nbytes = ((rows - 1) * stride + columns) * dtype.itemsize
@@ -413,7 +413,7 @@ class Driver:
         return np.ndarray(shape, dtype, (ctypes.c_uint8 * nbytes).from_address(ptr))
 
     def _matrix(self, ptr, rows, columns, stride, dtype):
-        kind = Numpy().storage(dtype)
+        kind = storage(dtype)
         flat = self._array(ptr, ((rows - 1) * stride + columns,), kind)
         return np.ndarray((rows, columns), kind, flat, strides=(stride * kind.itemsize, kind.itemsize))
 

@@ -32,7 +32,6 @@ class Token(Protocol):
 
     def done(self) -> bool:
         """True once the kernel has run. Raises the error of the kernel, or of its device."""
-        ...
 
 
 class Backend(Protocol):
@@ -44,17 +43,11 @@ class Backend(Protocol):
     asynchronous: bool
     """True if kernels are enqueued. They then run in the order of the queue, without a thread of the host."""
 
-    def storage(self, dtype: str) -> Any:
-        """The dtype of the arrays that hold elements of the logical dtype `dtype`."""
-        ...
-
     def empty(self, arena: Any, shape: Sequence[int], dtype: str, place: str = "", aligned: bool = True) -> Any:
         """A new array for elements of the logical dtype `dtype`.
 
         Host memory comes from `arena` (`fompi.tensors.arena`). `place` is that of the `plan.Buffer`.
         """
-        ...
 
     def bind(self, kernel: str, reads: Arrays, writes: Arrays, read_dtypes: Dtypes, write_dtypes: Dtypes) -> Kernel:
         """The kernel named `kernel`, bound to these arrays."""
-        ...

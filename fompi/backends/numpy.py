@@ -48,9 +48,6 @@ class Numpy:
     device = None
     asynchronous = False
 
-    def storage(self, dtype: str) -> np.dtype[Any]:
-        return storage(dtype)
-
     def empty(self, arena: Any, shape: Sequence[int], dtype: str, place: str = "", aligned: bool = True) -> Array:
         array: Array = arena.take(tuple(shape), storage(dtype), aligned)
         return array

@@ -150,7 +150,8 @@ def _is_first(engine: Engine) -> bool:
         for channel in engine.channels:
             channel.send_all(DYING, 0)
         _listen(engine, LISTEN_SECONDS)
-        return not any(_is_lower(channel, peer) for channel in engine.channels for peer in channel.dying)
+        numbers = [(c.link.world_ranks, c.link.rank, peer) for c in engine.channels for peer in c.dying]
+        return not any(world_ranks[peer] < world_ranks[own] for world_ranks, own, peer in numbers)
     finally:
         engine.lock.release()
 
@@ -165,12 +166,6 @@ def _follows(engine: Engine, error: BaseException | None) -> bool:
         seen.append(error)
         error = error.__cause__ or error.__context__
     return False
-
-
-def _is_lower(channel: Channel, peer: int) -> bool:
-    """True if rank `peer` of this channel has a lower world rank than this rank."""
-    world_ranks = channel.link.world_ranks
-    return bool(world_ranks[peer] < world_ranks[channel.link.rank])
 
 
 def _listen(engine: Engine, seconds: float) -> None:

@@ -21,7 +21,7 @@ from time import sleep
 from types import TracebackType
 from typing import Any
 
-from fompi.base.errors import FompiError, LaunchError
+from fompi.base.errors import FompiError
 from fompi.mpi import environment, launcher
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -65,7 +65,7 @@ def install() -> None:
         rank, size = launch.rank or 0, launch.size or 1
         if not is_ours(error) or error is _SHOWN:  # a hook that was set later has called this one
             before(kind, error, trace)
-        elif size == 1 or (not (_is_of_all_ranks(error) and rank) and _is_first_here(error)):
+        elif size == 1 or (not (getattr(error, "of_all_ranks", False) and rank) and _is_first_here(error)):
             show(error, before, rank, size)
             sleep(DEFER_SECONDS * (size > 1))  # until then, the others of this host keep silent
         else:
@@ -79,10 +79,6 @@ def hook_of_program() -> Hook:
     """The hook that prints tracebacks in this program, below that of `install`."""
     hook: Hook = getattr(sys.excepthook, "before", sys.excepthook)
     return hook
-
-
-def _is_of_all_ranks(error: BaseException) -> bool:
-    return isinstance(error, LaunchError) and error.of_all_ranks
 
 
 _ENDED: list[Any] = []

@@ -147,6 +147,30 @@ class Watch(NamedTuple):
     begun: float
 
 
+class CallInFlight:
+    """What the program holds of a call on `_comm`. `task` is what does the call now, in C or in Python."""
+
+    task: Any
+    _comm: Any
+    _is_unread = False  # True: nobody has asked for it yet, and should
+
+    def done(self) -> bool:
+        """True once it is finished. Progresses everything in flight."""
+        self._is_unread = False
+        if not self.task.finished:
+            self._comm.engine.progress_while_waiting()
+        return bool(self.task.finished)
+
+    def then(self, callback: Callable[[], object]) -> None:
+        """Call `callback()` once it is finished, in a thread that drives fompi. It must not raise."""
+        self._is_unread = False
+        self._comm.engine.watch(lambda: self.task, self._comm.channel, callback)
+
+    def leave(self) -> None:
+        """The program goes on with other work: the call must progress by itself."""
+        self._comm.engine.wake_helper()
+
+
 class Sent(Task):
     """Owns the requests of small messages that are being sent, from memory of `held`. No thread waits for them."""
 

@@ -80,14 +80,15 @@ def start_mpi() -> Any:
     to do.
     """
     MPI = load_mpi()
+    if MPI.Is_initialized():
+        return MPI
+    launch, alone = launcher.detect(), environment.value("FOMPI_SINGLETONS") == "1"
     if MPI is UCX:
-        if not MPI.Is_initialized():
-            _start_ucx()
-    elif not MPI.Is_initialized() and _is_bridged(MPI):
-        launch = launcher.detect()
+        _start_ucx()
+    elif not alone and launcher.is_bridged(launch, _library(MPI).name, os.environ):
         seconds = launcher.timeout()
         _start_bridged(MPI, DOORS.store_of_torchrun(seconds), launch.rank or 0, launch.size or 1, seconds)
-    elif not MPI.Is_initialized():
+    else:
         _refuse_foreign_launcher(MPI)
         added = {name: value for name, value in OPENMPI_TCP.items() if name not in os.environ}
         os.environ.update(added)
@@ -328,9 +329,11 @@ def gpu_awareness(choice: str = "auto") -> GpuAwareness:
     for name in known:
         if functions()[name]():
             return GpuAwareness(True, name)
-    info = MPI.COMM_WORLD.Get_info()
-    kinds = info.Get("mpi_memory_alloc_kinds") or ""  # MPI 4.1
-    info.Free()
+    kinds = ""
+    if MPI is not UCX:
+        info = MPI.COMM_WORLD.Get_info()
+        kinds = info.Get("mpi_memory_alloc_kinds") or ""  # MPI 4.1
+        info.Free()
     if any(kind in kinds for kind in ("cuda", "rocm", "level_zero")):
         return GpuAwareness(True, f"mpi_memory_alloc_kinds={kinds}")
     return GpuAwareness(False, known[0] if known else "the library does not say; FOMPI_GPU_AWARE=1 overrides")
@@ -485,12 +488,6 @@ def _requested_thread_level() -> str:
     import mpi4py
 
     return str(mpi4py.rc.thread_level) if mpi4py.rc.threads else "single"
-
-
-def _is_bridged(MPI: ModuleType) -> bool:
-    """True if fompi must connect the processes that torchrun has started."""
-    alone = environment.value("FOMPI_SINGLETONS") == "1"
-    return not alone and launcher.is_bridged(launcher.detect(), _library(MPI).name, os.environ)
 
 
 def _start_bridged(MPI: ModuleType, store: pmi.KeyValueStore, rank: int, size: int, seconds: float) -> None:

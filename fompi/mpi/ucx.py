@@ -439,7 +439,8 @@ class Intracomm:
         duplicate = object.__new__(Intracomm)
 
         def made(parts: list[bytes]) -> None:
-            duplicate.__dict__.update(Intracomm.of(_largest(parts), self.peers, self.world_ranks).__dict__)
+            largest = max(int(np.frombuffer(part, np.int64)[0]) for part in parts)
+            duplicate.__dict__.update(Intracomm.of(largest, self.peers, self.world_ranks).__dict__)
 
         return duplicate, _agreement(self, _number(), made)
 
@@ -453,11 +454,8 @@ class Intracomm:
         parts = _agreement(self, own, lambda parts: parts).result()
         rows = [np.frombuffer(part, np.int64).tolist() for part in parts]
         chosen = sorted((row[2], rank) for rank, row in enumerate(rows) if row[1] == color)
-        return self._part(max(row[0] for row in rows), [rank for _, rank in chosen])
-
-    def _part(self, number: int, ranks: Sequence[int]) -> Intracomm:
-        part = self.Get_group().Incl(ranks)
-        return Intracomm.of(number, part.peers, part.world_ranks)
+        part = self.Get_group().Incl([rank for _, rank in chosen])
+        return Intracomm.of(max(row[0] for row in rows), part.peers, part.world_ranks)
 
     def Split_type(self, _: object) -> Intracomm:
         return self.Split(self.hosts.index(self.hosts[self.rank]))
@@ -495,24 +493,10 @@ class Intracomm:
         _DELETES[len(_DELETES) + 1] = delete_fn or (lambda *_: None)
         return len(_DELETES)
 
-    def Set_errhandler(self, _: object) -> None:
-        pass
-
-    def Get_info(self) -> Any:
-        return _NoInfo()
-
     def Abort(self, status: int) -> NoReturn:
         """End this process. Its launcher ends the others, or they learn of it from UCX."""
         sys.stderr.flush()
         os._exit(status)
-
-
-class _NoInfo:
-    def Get(self, _: str) -> None:
-        return None
-
-    def Free(self) -> None:
-        pass
 
 
 _DELETES: dict[int, Callable[..., Any]] = {}
@@ -546,10 +530,6 @@ def _number() -> bytes:
     """
     WORLD.next_number += 1
     return np.array([WORLD.next_number - 1], np.int64).tobytes()
-
-
-def _largest(parts: Sequence[bytes]) -> int:
-    return max(int(np.frombuffer(part, np.int64)[0]) for part in parts)
 
 
 # ---------------------------------------------------------------------------------------------------------- the world
@@ -669,7 +649,7 @@ class Ucx:
     Request, Status, Message, Exception = UcxRequest, UcxStatus, UcxMessage, UcxError
     ANY_SOURCE, ANY_TAG, TAG_UB, COMM_TYPE_SHARED = -1, -1, TAG_UB, 1
     THREAD_SINGLE, THREAD_FUNNELED, THREAD_SERIALIZED, THREAD_MULTIPLE = range(4)
-    COMM_NULL = REQUEST_NULL = INFO_NULL = None
+    COMM_NULL = None
     IN_PLACE, MAX, MIN, SUM = IN_PLACE, np.maximum, np.minimum, np.add
     DOUBLE, FLOAT, C_DOUBLE_COMPLEX, C_FLOAT_COMPLEX = map(np.dtype, ("f8", "f4", "c16", "c8"))
     INT64_T, INT32_T, UINT64_T, UINT32_T = map(np.dtype, ("i8", "i4", "u8", "u4"))
@@ -707,16 +687,8 @@ class Ucx:
         return 8
 
     @staticmethod
-    def get_vendor() -> tuple[str, tuple[int, ...]]:
-        return "UCX", tuple(map(int, version().split(".")))
-
-    @staticmethod
     def Get_library_version() -> str:
         return f"UCX {version()}"
-
-    @staticmethod
-    def Get_version() -> tuple[int, int]:
-        return (0, 0)
 
 
 UCX = Ucx()

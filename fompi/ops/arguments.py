@@ -178,9 +178,10 @@ def localise(
     expects = len(operands[0].array) if operands else arguments.expects
     in_place = False
     if out is not None:
-        in_place = problem.flat and not leaves and out.array.flags.c_contiguous and _same_memory(x, out)
+        is_possible = problem.flat and not leaves and out.array.flags.c_contiguous
+        in_place = is_possible and dlpack.same_memory(_given(x), _given(out))
         for name, tensor in () if in_place else (*(("x", leaf) for leaf in leaves or (x,)), *tensors.named()):
-            if _overlap(out, tensor):
+            if dlpack.overlap(_given(out), _given(tensor)):
                 raise TensorError(f"{operation}: out= shares memory with {name}")
         expects = _check_out(problem, out, shape, dim, split, rank, rows, expects)
     where = (out, in_place, x.device, packing)
@@ -331,13 +332,9 @@ def _terms(problem: Problem, x: Tensor, leaves: Sequence[Tensor], dim: int, rank
     return arrays
 
 
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return dlpack.same_memory(*(tensor.array if tensor.host is None else tensor.host for tensor in (a, b)))
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """True if two tensors of the caller may share memory."""
-    return dlpack.overlap(*(tensor.array if tensor.host is None else tensor.host for tensor in (a, b)))
+def _given(tensor: Tensor) -> Any:
+    """The memory that the caller gave, of which `array` may be a copy on a device."""
+    return tensor.array if tensor.host is None else tensor.host
 
 
 def _on_two_devices(operation: str, tensors: Borrowed) -> TensorError:

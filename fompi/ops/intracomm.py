@@ -24,7 +24,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache, cached_property
+from functools import cache, cached_property, partialmethod
 from inspect import signature
 from os import sched_yield
 from threading import Lock
@@ -256,6 +256,11 @@ def _parts_of_types(spec: Any, size: int) -> list[MpiBuffer]:
             place = MPI.buffer.fromaddress(at, count * datatype.Get_extent()[1])
         parts.append(MpiBuffer([place, count, datatype]))
     return parts
+
+
+def _fit(operation: Operation[Any], arrived: list[int], room: list[int]) -> None:
+    if arrived != room:
+        raise ShapeError(f"{operation.name}: {arrived} bytes arrive from the ranks, but there is room for {room}")
 
 
 class MpiCall(NamedTuple):
@@ -511,10 +516,7 @@ class Comm(MPI.Intracomm):
             y = pending.result
             if target is None:
                 return
-            arrived = [len(y)] if operation.name == "scatter" else list(pending.counts)
-            if arrived != target.nbytes:
-                words = f"{arrived} bytes arrive from the ranks, but there is room for {target.nbytes}"
-                raise ShapeError(f"{operation.name}: {words}")
+            _fit(operation, [len(y)] if operation.name == "scatter" else list(pending.counts), target.nbytes)
             if out is None:
                 target.unpack(y)
 
@@ -526,18 +528,12 @@ class Comm(MPI.Intracomm):
         x = target.part(self.Get_rank()) if is_in_place(sendbuf) else MpiBuffer(sendbuf).packed()
         return self._gathered(operations.all_gather, x, target)
 
-    def _allgatherv(self, sendbuf: Any, recvbuf: Any) -> MpiCall:
-        return self._allgather(sendbuf, recvbuf, True)
-
     def _gather(self, sendbuf: Any, recvbuf: Any, root: int = 0, vector: bool = False) -> MpiCall:
         if self.Get_rank() != root:
             return self._gathered(operations.gather, MpiBuffer(sendbuf).packed(), None, root=root)
         target = MpiBuffer(recvbuf, self.Get_size(), vector)
         x = target.part(root) if is_in_place(sendbuf) else MpiBuffer(sendbuf).packed()
         return self._gathered(operations.gather, x, target, root=root)
-
-    def _gatherv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> MpiCall:
-        return self._gather(sendbuf, recvbuf, root, True)
 
     def _scatter(self, sendbuf: Any, recvbuf: Any, root: int = 0, vector: bool = False) -> MpiCall:
         if self.Get_rank() != root:
@@ -546,17 +542,11 @@ class Comm(MPI.Intracomm):
         target = None if is_in_place(recvbuf) else MpiBuffer(recvbuf)
         return self._gathered(operations.scatter, source.packed(), target, root=root, counts=source.nbytes)
 
-    def _scatterv(self, sendbuf: Any, recvbuf: Any, root: int = 0) -> MpiCall:
-        return self._scatter(sendbuf, recvbuf, root, True)
-
     def _alltoall(self, sendbuf: Any, recvbuf: Any, vector: bool = False) -> MpiCall:
         target = MpiBuffer(recvbuf, self.Get_size(), vector)
         source = target if is_in_place(sendbuf) else MpiBuffer(sendbuf, self.Get_size(), vector)
         x = source.packed().copy() if source is target else source.packed()
         return self._gathered(operations.all_to_all, x, target, counts=source.nbytes)
-
-    def _alltoallv(self, sendbuf: Any, recvbuf: Any) -> MpiCall:
-        return self._alltoall(sendbuf, recvbuf, True)
 
     def _alltoallw(self, sendbuf: Any, recvbuf: Any) -> MpiCall:
         targets = _parts_of_types(recvbuf, self.Get_size())
@@ -566,14 +556,17 @@ class Comm(MPI.Intracomm):
 
         def finish(pending: Any) -> None:
             y, at = pending.result, 0
-            if list(pending.counts) != takes:
-                words = f"{list(pending.counts)} bytes arrive from the ranks, but there is room for {takes}"
-                raise ShapeError(f"all_to_all: {words}")
+            _fit(operations.all_to_all, list(pending.counts), takes)
             for part, nbytes in zip(targets, takes, strict=True):
                 part.unpack(y[at : at + nbytes])
                 at += nbytes
 
         return MpiCall(operations.all_to_all, x, {"counts": sends}, finish, sum(takes))
+
+    _allgatherv = partialmethod(_allgather, vector=True)
+    _gatherv = partialmethod(_gather, vector=True)
+    _scatterv = partialmethod(_scatter, vector=True)
+    _alltoallv = partialmethod(_alltoall, vector=True)
 
     @contextmanager
     def ordered(self, order: Any) -> Iterator[None]:

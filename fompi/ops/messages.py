@@ -35,7 +35,7 @@ from fompi.base.layout import Extents, integer
 from fompi.base.wires import wire_of
 from fompi.engine.communicator import Carrier, Communicator
 from fompi.engine.in_flight import EAGER_NBYTES
-from fompi.engine.tasks import DONE, Task
+from fompi.engine.tasks import DONE, CallInFlight, Task
 from fompi.mpi.transport import start_mpi
 from fompi.ops.arguments import Arguments, Peers
 from fompi.ops.message_forms import (
@@ -411,7 +411,7 @@ AHEAD = object()
 """Stands for a receive in C among those that are expected."""
 
 
-class Transfer:
+class Transfer(CallInFlight):
     """A `send`, `recv` or `sendrecv` in flight, made by `.start(...)`. It is used as a `Pending`."""
 
     _refusal: Exception | None = None
@@ -578,6 +578,11 @@ class Transfer:
     def _tasks(self) -> list[Any]:
         return [task for task in (self._receiving, self._sending) if task is not None]
 
+    @property
+    def task(self) -> Any:
+        """The message that is not through yet. DONE: both are."""
+        return next((task for task in self._tasks if not task.finished), DONE)
+
     def _note(self, recording: list[Trace]) -> None:
         """Record the call once both of its messages are through."""
         if all(task.finished and task.error is None for task in self._tasks):
@@ -594,10 +599,6 @@ class Transfer:
             raise StateError(f"fompi.{self._name} has moved no message: there is no trace")
         return self._traced()
 
-    def leave(self) -> None:
-        """The program goes on with other work: the messages must progress by themselves."""
-        self._comm.engine.wake_helper()
-
     def give_up(self) -> None:
         """End a `recv` whose message nobody will send: cancel it. The communicator may be closed then."""
         kept: list[Any] = self._comm.link.given_up
@@ -611,33 +612,15 @@ class Transfer:
             if all([request.Test() for request in requests]):
                 del kept[before:]
 
-    def done(self) -> bool:
-        """True once the messages are through. Progresses everything in flight."""
-        if not all(task.finished for task in self._tasks):
-            self._comm.engine.progress_while_waiting()
-        return all(task.finished for task in self._tasks)
-
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for the result. Raises the error of the call, and WaitTimeout after `timeout` seconds (it goes on)."""
         end = None if timeout is None else perf_counter() + timeout
-        while (task := next((task for task in self._tasks if not task.finished), None)) is not None:
+        while not (task := self.task).finished:
             drive_in_c(task)
             seconds = None if end is None else max(0.0, end - perf_counter())
             if not self._comm.engine.wait(task, self._comm.channel, seconds):
                 raise WaitTimeout(f"fompi.{self._name} is not finished after {timeout:g} s; it goes on")
         return self.result
-
-    def then(self, callback: Callable[[], object]) -> None:
-        """Call `callback()` once the messages are through, in a thread that drives fompi. It must not raise."""
-        if not self._tasks:  # a sendrecv with no rank
-            callback()
-            return
-
-        def task() -> Task:
-            tasks = self._tasks
-            return next((task for task in tasks if not task.finished), tasks[0])
-
-        self._comm.engine.watch(task, self._comm.channel, callback)
 
     @property
     def result(self) -> Any:

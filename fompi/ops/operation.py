@@ -65,12 +65,8 @@ class Operation(Generic[P]):
         elif type(comm) is Carrier:
             return self(*args, **self.with_carried(args, options))
         arguments, comm, call_options = self.read(args, options)
-        if call_options.certify:
-            return self._certified(arguments, comm, call_options)
         arguments.known = call
-        if self.is_differentiable(arguments):
-            return DOORS.differentiable(self, arguments, comm, call_options)
-        return self._finished(arguments, comm, call_options)
+        return self.run(arguments, comm, call_options)
 
     def described(self, arguments: Arguments, comm: Communicator, call_options: CallOptions = DEFAULTS) -> Pending:
         """A call that C has begun, with arguments that were right before. What its communicator owes comes later."""

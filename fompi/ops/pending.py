@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from math import prod
 from threading import Lock
 from time import perf_counter
 from typing import Any, Self
@@ -31,9 +32,9 @@ from fompi.base.layout import Extents, Slices, integer
 from fompi.base.log import log
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import Agreement, agree
-from fompi.engine.tasks import DONE
+from fompi.engine.tasks import DONE, CallInFlight
 from fompi.ops.arguments import Arguments, LocalCall
-from fompi.ops.compared import common_of, in_words, schedule_of, signature_of
+from fompi.ops.decide import common_of, in_words, schedule_of, signature_of
 from fompi.ops.ticket import Ticket, TicketInC, form_of, keep
 from fompi.planner.choose import decode_rows, encode_rows, is_even, window_of_call
 from fompi.plans.over_x import over_x
@@ -42,13 +43,12 @@ from fompi.plans.problems import Problem
 from fompi.plans.rows import extents_of
 from fompi.plans.staged import for_device
 from fompi.plans.verify import verify
-from fompi.runtime import needs
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.native_run import Times, drive_in_c, finished_run
+from fompi.runtime.needs import out_of_memory
 from fompi.runtime.program import Run, enter
 from fompi.schedules.registry import REGISTERED, SCHEDULES, available, messages_per_peer, write
 from fompi.tensors import dlpack
-from fompi.tensors.device_array import DeviceArray
 from fompi.traces.trace import AGREEMENT, Event, Trace
 
 Array = np.ndarray[Any, Any]
@@ -127,7 +127,7 @@ def _other_plans(problem: Problem) -> Iterator[tuple[str, int, Plan]]:
 DOORS.other_plans = _other_plans
 
 
-class Pending:
+class Pending(CallInFlight):
     """An operation in flight, made by `operation.start(...)`.
 
         y = pending.wait()  # waits for the result
@@ -147,7 +147,6 @@ class Pending:
     _ticket: Ticket | None = None  # by which C has begun it
     _times: Times | None = None  # when its ops ran in C
     _form: Hashable = None  # under which it is remembered once it is finished
-    _is_unread = False  # True for a Started, until the program asks for the result or whether it is there
     task: Any = None
     """What does the call now: C, the agreement, then the run. The run drops the agreement."""
 
@@ -307,7 +306,7 @@ class Pending:
             memory = self.memory(program, sized.shapes)
             actions = program.resolve(memory, sized.starts, self._backend, comm.link.collective)
         except Exception as error:  # the other ranks have started the call: its messages must move, whatever they carry
-            refusal, actions = refusal or error, program.drain(sized, self._backend, comm.link.collective)
+            refusal, actions = refusal or error, program.drain(sized, comm.link.collective)
         self.task = self._run = run = self._run_of(program)
         if self.agreed is not None:
             run.sent, run.carried = self.agreed.sent, self.agreed.carried
@@ -370,7 +369,7 @@ class Pending:
             shape = shapes[buffer.name]
             given = arrays.get(buffer.name)
             if given is None and buffer.role == "output" and out is not None and buffer.name in ("y", "g"):
-                given = out.array.reshape(shape) if out.array.size == _size(shape) else out.array
+                given = out.array.reshape(shape) if out.array.size == prod(shape) else out.array
             if given is not None and given.shape != shape:
                 raise ShapeError(f"{self._name}: {buffer.name} has {len(given)} rows, but {shape[0]} rows arrive here")
             if given is None:
@@ -385,16 +384,12 @@ class Pending:
 
     def _out_of_memory(self, error: OutOfMemory, program: Compiled, arrays: dict[str, Any]) -> DeviceError:
         """The error, with what this call needs and which plan would fit. `arrays` exist already."""
-        local, paths = self._local, self._comm.paths(self._backend.device)
+        local, staged = self._local, self._comm.paths(self._backend.device).is_staged
         assert self.extents is not None
         given = {*local.arrays, *("y", "g")} if local.out is not None and not local.in_place else {*local.arrays}
-        taken = sum(a.nbytes for name, a in arrays.items() if name not in given and isinstance(a, DeviceArray))
         problem = replace(local.problem, packed=local.packed)
-        stage = functools.partial(for_device, pairs=paths.is_staged)
-        words = needs.remedy(program.plan, problem, self.extents, given, error.free + taken, stage)
-        arrays.clear()  # the traceback of the error keeps them
-        self._outputs.clear()
-        return DeviceError(f"{error}. {words}")
+        self._outputs.clear()  # as `arrays`: the traceback of the error keeps them
+        return out_of_memory(error, program.plan, problem, self.extents, given, arrays, staged)
 
     @property
     def number(self) -> int:
@@ -406,13 +401,6 @@ class Pending:
         return self._results(self._compiled) if self.task is DONE else self.wait()
 
     # -- for the caller
-    def done(self) -> bool:
-        """True once the operation is finished. Progresses everything in flight."""
-        self._is_unread = False
-        if not self.task.finished:
-            self._comm.engine.progress_while_waiting()
-        return self.task.finished
-
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for the result. Raises the error of the call, and WaitTimeout after `timeout` seconds (it goes on)."""
         if self._ticket is not None:
@@ -432,11 +420,6 @@ class Pending:
             if not engine.wait(task, channel, seconds, until=until()):
                 return False
         return True
-
-    def then(self, callback: Callable[[], object]) -> None:
-        """Call `callback()` once it is finished, in a thread that drives fompi. It must not raise."""
-        self._is_unread = False
-        self._comm.engine.watch(lambda: self.task, self._comm.channel, callback)
 
     def part(self, rank: int, timeout: float | None = None) -> Any:
         """The rows of the result that come from `rank`, as soon as they are there: a view of the result.
@@ -587,7 +570,3 @@ class Started(Pending):
     def __del__(self) -> None:
         if self._is_unread:
             warnings.warn(f"fompi.{self._name}.start: nobody waited for the result", ResourceWarning, 2, source=self)
-
-
-def _size(shape: Sequence[int]) -> int:
-    return int(np.prod(shape, dtype=np.int64))

@@ -25,7 +25,7 @@ from fompi.base.layout import CARRIERS, ITEMSIZE, Extents, Slices
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import HEADER_NBYTES, Agreement, carried, packet_nbytes, presumption
 from fompi.engine.in_flight import FINISHED
-from fompi.engine.tasks import DONE, HANDSHAKE, Sent, Task
+from fompi.engine.tasks import DONE, HANDSHAKE, CallInFlight, Sent, Task
 from fompi.ops.arguments import Arguments, LocalCall, names_of
 from fompi.plans.plan import MESSAGE_BITS
 from fompi.runtime.compiled import Compiled
@@ -410,7 +410,7 @@ class Ticket:
             self._free.append(memory)
 
 
-class TicketInC(InC):
+class TicketInC(InC, CallInFlight):
     """A call of a ticket that C carries out, in flight. Used as a Pending: `value` is its result, if it has one.
 
     `pending` is what goes on with the call in Python. None: C does.
@@ -430,7 +430,7 @@ class TicketInC(InC):
         note: Callable[[int, Times], object] | None,
         strided: Mapping[str, Array],
     ):
-        self.ticket, self.value = ticket, held[-1]
+        self.ticket, self.value, self._comm = ticket, held[-1], ticket.comm
         self._memory, self._strided, self._describe, self._note = memory, strided, describe, note
         ticket.comm.turns.append(stamp)
         super().__init__(memory.call, ticket.comm, stamp, self._taken_over, self._landed, held, kernels)
@@ -486,14 +486,8 @@ class TicketInC(InC):
 
     # -- for the caller
     @property
-    def _current(self) -> Task:
+    def task(self) -> Task:
         return self if self.pending is None else self.pending.task
-
-    def done(self) -> bool:
-        """True once the call is finished. Progresses everything in flight."""
-        if not self._current.finished:
-            self.comm.engine.progress_while_waiting()
-        return self._current.finished
 
     def wait(self, timeout: float | None = None) -> Any:
         """The result. Raises the error of the call, and WaitTimeout after `timeout` seconds (it goes on)."""
@@ -504,14 +498,6 @@ class TicketInC(InC):
         if self.pending is not None:
             self.pending.wait(None if timeout is None else max(0.0, timeout - (perf_counter() - begun)))
         return self.result
-
-    def then(self, callback: Callable[[], object]) -> None:
-        """Call `callback()` once it is finished, in a thread that drives fompi. It must not raise."""
-        self.comm.engine.watch(lambda: self._current, self.comm.channel, callback)
-
-    def leave(self) -> None:
-        """The program goes on with other work: the call must progress by itself."""
-        self.comm.engine.wake_helper()
 
     @property
     def result(self) -> Any:

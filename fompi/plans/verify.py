@@ -272,13 +272,9 @@ def _check_same_rows(source: Program, i: int, out: Chunk, dest: Program, j: int,
         raise _error(source.rank, i, source.ops[i], out, why)
 
 
-def _collectives(program: Program) -> list[tuple[int, Collective]]:
-    return [(i, op) for i, op in enumerate(program.ops) if isinstance(op, Collective)]
-
-
 def _check_collectives(plan: Plan) -> None:
     """Check that the k-th collective is the same on all ranks, and that its chunks match."""
-    by_rank = [_collectives(program) for program in plan.programs]
+    by_rank = [[(i, op) for i, op in enumerate(p.ops) if isinstance(op, Collective)] for p in plan.programs]
     for rank, local in enumerate(by_rank):
         for k in range(max(len(local), len(by_rank[0]))):
             here = local[k][1].name if k < len(local) else "none"

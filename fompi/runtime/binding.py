@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from fompi.backends.base import Backend
 from fompi.backends.cuda import backend_of
 from fompi.backends.cuda.failures import OutOfMemory
 from fompi.backends.numpy import Numpy
-from fompi.base.errors import DeviceError, DtypeError, LaunchError, PlanError, ShapeError, TensorError, quoted
+from fompi.base.errors import DtypeError, LaunchError, PlanError, ShapeError, TensorError, quoted
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.mpi import environment
@@ -22,9 +21,8 @@ from fompi.runtime.bound_plan import BoundMemory, cut
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.default_device import default_device, upload
 from fompi.runtime.executor import Executor
-from fompi.runtime.needs import remedy
+from fompi.runtime.needs import out_of_memory
 from fompi.tensors import dlpack
-from fompi.tensors.device_array import DeviceArray
 from fompi.tensors.dlpack import Tensor
 
 
@@ -85,11 +83,8 @@ def _arrays(plan: Plan, comm: Communicator, borrowed: Mapping[str, Tensor], back
         try:
             arrays[buffer.name] = backend.empty(comm.engine.arena, buffer.shape(extents), buffer.dtype, buffer.place)
         except OutOfMemory as error:
-            taken = sum(a.nbytes for name, a in arrays.items() if name not in borrowed and isinstance(a, DeviceArray))
-            stage = partial(for_device, pairs=comm.paths(backend.device).is_staged)
-            words = remedy(plan, plan.problem, extents, dict.fromkeys(borrowed), error.free + taken, stage)
-            arrays.clear()  # the traceback of the error keeps them
-            raise DeviceError(f"{error}. {words}") from error
+            staged = comm.paths(backend.device).is_staged
+            raise out_of_memory(error, plan, plan.problem, extents, {*borrowed}, arrays, staged) from error
     return arrays
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from fompi.backends.base import Backend
 from fompi.backends.cuda.device import ProductCall
+from fompi.backends.half import storage
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import PlanError
 from fompi.base.layout import Extents, offsets
@@ -342,14 +343,14 @@ class Compiled:
         reads, writes = ([_view(arrays, starts, p) for p in places] for places in (self._reads[i], self._writes[i]))
         return reads, writes
 
-    def drain(self, sized: Sized, backend: Backend, collective: Callable[..., Any]) -> list[Any]:
+    def drain(self, sized: Sized, collective: Callable[..., Any]) -> list[Any]:
         """What each op does if this rank cannot do the call: messages of the right sizes, without meaning.
 
         All of them share the memory of the largest one, because nobody reads them. The library's collectives need
         arrays of the right shapes.
         """
         if self.collectives:
-            arrays = {name: np.zeros(s, backend.storage(self.buffers[name].dtype)) for name, s in sized.shapes.items()}
+            arrays = {name: np.zeros(s, storage(self.buffers[name].dtype)) for name, s in sized.shapes.items()}
             return self.resolve(arrays, sized.starts, Numpy(), collective)  # no kernel runs: the arrays are on the host
         sizes = [0 if moved is None else _nbytes(sized, moved) for moved in self._moved]
         sent, received = np.zeros(max(sizes, default=0), np.uint8), np.empty(max(sizes, default=0), np.uint8)

@@ -86,6 +86,15 @@ class Dispatch(Task):
     then: Callable[[], None] | None = None  # called once the kernels of a call that has returned are done
     end: Task | None = None  # what a thread waits for that needs these kernels
 
+    # What the call decides (`fompi.runtime.program.Run`).
+    has_turn: Callable[[int], bool]  # may this collective of the library start now? If not, the call starts it later
+    is_held: Callable[[int], bool]  # must this op of a failed call not start yet? The call starts it later
+    collective_started: Callable[[], None]  # one of the library's collectives has started
+    token_arrived: Callable[[], None]  # the previous rank has started this call with the same label and counts
+    entered: Callable[[int], None]  # the device has done what the program had enqueued (`hold`), with this key
+    kernel_failed: Callable[[int, BaseException], None]  # the kernel of this op has raised an error
+    kernel_failed_late: Callable[[int, BaseException], None]  # the same, after the call has returned to the program
+
     def __init__(self, compiled: Compiled, comm: Communicator, stamp: int, slot: int):
         self.compiled, self.comm, self.stamp = compiled, comm, stamp
         self.tag = slot << MESSAGE_BITS
@@ -101,35 +110,6 @@ class Dispatch(Task):
             self.tokens, self.notes, self.entries, self.held_entry = {}, {}, {}, {}
         if compiled.by_caller:
             self.thread, self.made = get_ident(), {}
-
-    # -- what the call decides (`fompi.runtime.program.Run`)
-    def has_turn(self, i: int) -> bool:
-        """True if the library's collective `i` may start now. If not, the call starts it later."""
-        raise NotImplementedError
-
-    def token_arrived(self) -> None:
-        """The previous rank has started this call with the same label and counts."""
-        raise NotImplementedError
-
-    def entered(self, key: int) -> None:
-        """The device has done what the program had enqueued (`hold`)."""
-        raise NotImplementedError
-
-    def collective_started(self) -> None:
-        """One of the library's collectives has started."""
-        raise NotImplementedError
-
-    def is_held(self, i: int) -> bool:
-        """True if op `i` of a failed call must not start yet. The call starts it later."""
-        raise NotImplementedError
-
-    def kernel_failed(self, i: int, error: BaseException) -> None:
-        """The kernel of op `i` has raised `error`."""
-        raise NotImplementedError
-
-    def kernel_failed_late(self, i: int, error: BaseException) -> None:
-        """The kernel of op `i` has raised `error` after the call has returned to the program."""
-        raise NotImplementedError
 
     def has_ended(self, i: int) -> bool:
         """True once op `i` is done."""

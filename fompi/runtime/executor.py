@@ -405,11 +405,6 @@ class Executor(BoundPlan):
         """The tensors that are copied between the host and the device in the last call, by buffer, and others."""
         return self._tensors if self._call is None else {**self._tensors, **self._call.copied}
 
-    @property
-    def _used(self) -> Mapping[str, Any]:
-        """Every buffer as an array, in the last call."""
-        return self._arrays if self._call is None else self._call.on.arrays
-
     def ready(self, name: str, part: int) -> None:
         """Part `part` of the input `name` is written: the call may read it from now on.
 

@@ -33,7 +33,7 @@ class _Block(NamedTuple):
 
 
 class Arena:
-    """A pool of host memory that keeps at most `limit_nbytes` of free blocks. Thread-safe. A context manager.
+    """A pool of host memory that keeps at most `limit_nbytes` of free blocks. Thread-safe.
 
     Arrays of up to `small_nbytes` come from NumPy instead, and are not counted.
 
@@ -86,21 +86,6 @@ class Arena:
         """The bytes of the blocks that are free at this moment: never more than `limit_nbytes`."""
         self._settle()
         return self._free_nbytes()
-
-    def __str__(self) -> str:
-        lent, free, limit = (n / 2**20 for n in (self.lent_nbytes, self.free_nbytes, self.limit_nbytes))
-        return f"arena: {lent:.1f} MiB lent, {free:.1f} MiB free (keeps at most {limit:.1f})"
-
-    def close(self) -> None:
-        """Release all free blocks now, and every lent block when it is returned. Lent arrays stay valid."""
-        self.limit_nbytes = 0
-        self._free.clear()
-
-    def __enter__(self) -> Arena:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _give_back(self, block: _Block) -> None:
         del self._lent[block.address]

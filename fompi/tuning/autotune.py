@@ -37,7 +37,7 @@ from fompi.mpi import environment, launcher
 from fompi.mpi.transport import library
 from fompi.ops import operations
 from fompi.ops.arguments import Arguments, LocalCall
-from fompi.ops.compared import place_of
+from fompi.ops.decide import place_of
 from fompi.ops.operation import Operation
 from fompi.planner.candidates import UNFUSED, Candidate, candidates_without_machine
 from fompi.planner.choose import decode_rows, encode_rows

@@ -15,7 +15,7 @@ from fompi.backends.cuda import backend_of
 from fompi.backends.cuda.counters import announced
 from fompi.backends.cuda.counters.announced import CudaAnnouncer, layout
 from fompi.backends.cuda.device import ProductCall
-from fompi.backends.half import narrow, widen
+from fompi.backends.half import narrow, storage, widen
 
 pytestmark = pytest.mark.one_mpi  # CuPy is in the environment of one MPI library only
 
@@ -38,7 +38,7 @@ def products(device, of_w="float32", of_x="float32", of_y="float32", of_bias="",
     for number, count in enumerate(ROWS):
         has_bias = bool(of_bias) and number == 1
         xs = [up(count, DEPTH, dtype=of_x) for _ in range(1 + (number == 2))]
-        ys = [device.empty((count, COLUMNS), device.storage(of_y)) for _ in xs]
+        ys = [device.empty((count, COLUMNS), storage(of_y)) for _ in xs]
         reads, dtypes = [x for x, _ in xs] + [w], [of_x] * len(xs) + [of_w]
         if has_bias:
             reads, dtypes = [*reads, bias], [*dtypes, of_bias]

@@ -111,7 +111,6 @@ def test_stats_count_whole_blocks():
     assert (arena.lent_nbytes, arena.free_nbytes) == (5120, 1024)
     assert arena.lent_nbytes + arena.free_nbytes == 1024 + 5120
     del b
-    assert str(arena) == "arena: 0.0 MiB lent, 0.0 MiB free (keeps at most 1.0)"
 
 
 def test_free_blocks_stay_below_the_limit():
@@ -138,18 +137,6 @@ def test_a_block_above_the_limit_is_not_kept_and_drops_no_other_block():
     arena.take((1024,), "uint8")
     arena.take((MIB,), "uint8")
     assert arena.free_nbytes == 1024
-
-
-def test_close_frees_now_and_later():
-    with Arena(MIB) as arena:
-        kept = arena.take((1024,), "uint8")
-        arena.take((2048,), "uint8")
-        assert arena.free_nbytes == 2048
-    assert arena.free_nbytes == 0
-    kept[:] = 7  # lent arrays stay valid
-    assert (kept == 7).all()
-    del kept
-    assert arena.lent_nbytes + arena.free_nbytes == 0
 
 
 def test_an_array_outlives_its_arena():
@@ -224,13 +211,13 @@ def test_threads():
 
 
 def test_small_arrays_are_not_leased():
-    with Arena(1 << 20, small_nbytes=100) as arena:
-        for shape, dtype in (((5, 5), "float32"), ((0,), "float64"), ((3, 4), "uint16"), ((), "int64")):
-            array = arena.take(shape, dtype)
-            assert array.shape == shape and array.dtype == dtype and array.ctypes.data % 64 == 0
-            array[...] = 7
-        assert arena.lent_nbytes + arena.free_nbytes == 0
-        kept = arena.take((26,), "float32")
-        assert arena.lent_nbytes == 128
-        del kept
-        assert (arena.lent_nbytes, arena.free_nbytes) == (0, 128)
+    arena = Arena(1 << 20, small_nbytes=100)
+    for shape, dtype in (((5, 5), "float32"), ((0,), "float64"), ((3, 4), "uint16"), ((), "int64")):
+        array = arena.take(shape, dtype)
+        assert array.shape == shape and array.dtype == dtype and array.ctypes.data % 64 == 0
+        array[...] = 7
+    assert arena.lent_nbytes + arena.free_nbytes == 0
+    kept = arena.take((26,), "float32")
+    assert arena.lent_nbytes == 128
+    del kept
+    assert (arena.lent_nbytes, arena.free_nbytes) == (0, 128)

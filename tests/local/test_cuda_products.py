@@ -18,6 +18,7 @@ import pytest
 from device_calls import random
 
 import fompi
+from fompi.backends import half
 from fompi.backends.cuda import library
 from fompi.backends.cuda.products import matrix
 from fompi.backends.numpy import Numpy
@@ -49,7 +50,7 @@ PRODUCTS = {
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "complex64", "complex128"])
 def test_products_have_the_bits_of_the_host(device, dtype):
-    host, storage = Numpy(), Numpy().storage(dtype)
+    host, storage = Numpy(), half.storage(dtype)
 
     def made(*shape):
         values = np.random.default_rng(sum(shape)).standard_normal(shape).astype("f4")

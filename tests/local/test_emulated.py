@@ -11,6 +11,7 @@ from twin import poisoned
 
 import emulated
 from emulated import CORNER, Emulated, corner
+from fompi.backends.half import storage
 from fompi.base.errors import DeviceError
 from fompi.model.machine import Machine
 from fompi.plans.kernels import KERNELS, OF_WIRES
@@ -78,7 +79,7 @@ def test_a_kernel_works_on_corners(kernel, dtype):
     wide = [random.integers(-3, 4, shape).astype(float) for shape in shapes]
     reads = [catalogue.rounded(a, dtype) for a in wide]
     writes = [poisoned(shape, dtype) for shape in results]
-    assert all(a.dtype == backend.storage(dtype) for a in (*reads, *writes))
+    assert all(a.dtype == storage(dtype) for a in (*reads, *writes))
     backend.bind(kernel, reads, writes, [dtype] * len(reads), [dtype] * len(writes))(())
     count = len(reads) - KERNELS[kernel].whole
     wanted = meaning(kernel, [corner(a, whole=i >= count) for i, a in enumerate(wide)])

@@ -14,7 +14,7 @@ import fompi
 from fompi import Partial, Spec
 from fompi.model import fit
 from fompi.model.machine import Machine
-from fompi.ops import compared
+from fompi.ops import decide
 from fompi.tuning.calibrate import slowdown
 from fompi.tuning.links import LinkMeter
 from fompi.tuning.rounds import meet
@@ -102,13 +102,13 @@ def test_calls_choose_by_the_machine_of_the_communicator(own, machine):
 
 def test_an_all_to_all_is_chosen_by_the_rows_of_all_ranks(own, machine, monkeypatch):
     """Each rank sends how many rows it has, to a power of two. So all ranks choose the same."""
-    own.machine, chosen, choose = machine, [], compared.choose_schedule
+    own.machine, chosen, choose = machine, [], decide.choose_schedule
 
     def recorded(problem, rows, *rest):
         chosen.append((rows, choose(problem, rows, *rest)))
         return chosen[-1][1]
 
-    monkeypatch.setattr(compared, "choose_schedule", recorded)
+    monkeypatch.setattr(decide, "choose_schedule", recorded)
     x, w = whole((3 * (own.rank + 1), 3), own.rank), whole((3, 4), 5)
     counts = [3 * (own.rank + 1) if dest == 0 else 0 for dest in range(own.size)]
     y = fompi.all_to_all_matmul(x, w, counts=counts, comm=own)
@@ -121,8 +121,8 @@ def test_an_all_to_all_is_chosen_by_the_rows_of_all_ranks(own, machine, monkeypa
 
 def test_large_products_are_cut_into_slices_over_a_network(own, monkeypatch):
     """The ranks have different numbers of rows, and exchange them to a power of two."""
-    own.network, own.crowded, chosen, choose = own.size > 1, False, [], compared.choose_schedule
-    monkeypatch.setattr(compared, "choose_schedule", lambda *args: chosen.append(choose(*args)) or chosen[-1])
+    own.network, own.crowded, chosen, choose = own.size > 1, False, [], decide.choose_schedule
+    monkeypatch.setattr(decide, "choose_schedule", lambda *args: chosen.append(choose(*args)) or chosen[-1])
     x, w = np.ones((128 * own.size**2 + own.rank, 2)), np.ones((2, 2048))
     counts = [len(x) - 128 * (own.size - 1)] + [128] * (own.size - 1)
     y = fompi.matmul_all_to_all(x, w, counts=counts, comm=own)
@@ -146,8 +146,8 @@ def test_a_plain_all_to_all_is_cut_into_slices_over_a_network(own, more, schedul
 
 
 def test_ranks_exchange_whether_an_all_to_all_is_even(own, machine, monkeypatch):
-    own.machine, even, choose = machine, [], compared.choose_schedule
-    monkeypatch.setattr(compared, "choose_schedule", lambda *args: even.append(args[-1]) or choose(*args))
+    own.machine, even, choose = machine, [], decide.choose_schedule
+    monkeypatch.setattr(decide, "choose_schedule", lambda *args: even.append(args[-1]) or choose(*args))
     for more in (0, 1000):
         x = np.arange((512 * own.size + more) * 4.0).reshape(-1, 4) + own.rank
         counts = [512] * (own.size - 1) + [512 + more]

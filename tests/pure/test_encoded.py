@@ -10,6 +10,7 @@ import catalogue
 import numpy as np
 import pytest
 from mutants import mutant, with_ops
+from reference import reference
 from twin import twin
 
 import fompi
@@ -19,7 +20,6 @@ from fompi.backends.half import narrow, storage, widen
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import DtypeError, PlanError
 from fompi.base.wires import RUN, WIDE, WIRES, wire_of
-from fompi.plans.conditions import reference
 from fompi.plans.kernels import ENCODE, exact
 from fompi.plans.over_x import over_x
 from fompi.plans.plan import Chunk, Compute, Send

@@ -8,13 +8,13 @@ from random import Random
 import numpy as np
 import pytest
 from plan_texts import programs_from_json, with_program
+from reference import reference
 from twin import twin
 
 import fompi
 from fompi import LayoutError, PlanError, Replicate, ShapeError, Shard, Spec
 from fompi.backends.numpy import Numpy
 from fompi.base.layout import Sizes, split
-from fompi.plans.conditions import reference
 from fompi.plans.kernels import GROUPED
 from fompi.plans.plan import Compute, Send
 from fompi.plans.problems import Form, Problem, problem

@@ -14,13 +14,13 @@ import pytest
 from catalogue import rounded, wide
 from hypothesis import given
 from hypothesis import strategies as st
+from reference import reference
 from twin import twin
 
 from fompi.backends import in_c
 from fompi.backends.half import narrow, widen
 from fompi.backends.numpy import Numpy
 from fompi.base.layout import HALF
-from fompi.plans.conditions import reference
 from fompi.schedules import registry
 
 BACKEND = Numpy()

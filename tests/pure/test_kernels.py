@@ -121,7 +121,7 @@ def test_conversion_between_half_types_and_float32(half):
 def test_poisoned_arrays(dtype):
     """They are full of NaN, or of the greatest number of the dtype."""
     array = poisoned((2, 3), dtype)
-    assert array.shape == (2, 3) and array.dtype == BACKEND.storage(dtype)
+    assert array.shape == (2, 3) and array.dtype == storage(dtype)
     if dtype in ("int8", "uint64", "bool"):
         assert (array == (True if dtype == "bool" else np.iinfo(dtype).max)).all()
     else:

@@ -9,13 +9,13 @@ import catalogue
 import msccl_schedules
 import numpy as np
 import pytest
+from reference import reference
 from twin import twin
 
 import fompi
 import msccl
 from algorithm import ScheduleError
 from fompi.backends.numpy import Numpy
-from fompi.plans.conditions import reference
 from fompi.plans.verify import verify
 from proof import check
 from translate import plan_of

@@ -7,13 +7,13 @@ from dataclasses import replace
 import catalogue
 import numpy as np
 import pytest
+from reference import reference
 from twin import twin
 
 import fompi
 from fompi import Partial, Spec
 from fompi.backends.numpy import Numpy
 from fompi.base.errors import PlanError
-from fompi.plans.conditions import reference
 from fompi.plans.over_x import over_x
 from fompi.plans.plan import Chunk, Collective, Compute, Programs, Send
 from fompi.plans.problems import Problem

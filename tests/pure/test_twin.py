@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from catalogue import RANKS, ROWS
 from plan_texts import with_program
+from reference import reference
 from twin import twin
 
 import fompi
@@ -17,7 +18,6 @@ from fompi.backends.numpy import Numpy
 from fompi.base.errors import PlanError
 from fompi.base.layout import FLOAT8, ITEMSIZE, Sizes, Spec
 from fompi.planner.candidates import Candidate
-from fompi.plans.conditions import reference
 from fompi.plans.meaning import layouts
 from fompi.plans.plan import Compute
 from fompi.plans.verify import verify

@@ -83,9 +83,6 @@ class Emulated:
         """How many seconds of products this device has had."""
         return self._products.busy
 
-    def storage(self, dtype: str) -> np.dtype[Any]:
-        return self._host.storage(dtype)
-
     def empty(self, arena: Any, shape: Sequence[int], dtype: str, place: str = "", aligned: bool = True) -> Array:
         return self._host.empty(arena, shape, dtype, place, aligned)
 

@@ -1,19 +1,4 @@
-"""Kernels and messages on the memory of a device.
-
-| file | what it holds |
-|---|---|
-| `device` | the protocols of a device, its streams and its events |
-| `software`, `races` | a device without hardware; its checker of races |
-| `cupy`, `driver` | a GPU of NVIDIA, by CuPy; how CUDA starts, or why it does not |
-| `computing` | functions of NumPy as kernels, on the arrays of the software device |
-| `staging`, `failures` | what both devices do alike: copies that wait; what follows after a kernel has failed |
-| `memory` | blocks of CUDA's memory, kept and used again |
-| `library` | what needs CuPy beyond its runtime: cuBLAS and compiled kernels |
-| `products` | products as calls of cuBLAS |
-| `kernels` | all other kernels, in CUDA C |
-| `counters` | several products as one kernel, which announces each of them while it runs |
-| `backend` | the Backend on any device: a stream for each lane, ordered by events |
-"""
+"""Kernels and messages on the memory of a device."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import numpy as np
 from fompi.backends.base import Arrays, Dtypes, Kernel
 from fompi.backends.cuda.device import AnyArray, Device, Enqueue, ProductCall
 from fompi.backends.cuda.failures import OutOfMemory
-from fompi.backends.numpy import Numpy
+from fompi.backends.half import storage
 from fompi.base.errors import DeviceError, in_words
 from fompi.plans.dependencies import lane_of
 from fompi.tensors.device_array import DeviceArray
@@ -80,16 +80,12 @@ class OnDevice:
 
     def __init__(self, device: Device):
         self.device, self.name = device, device.name
-        self._host = Numpy()
         self._kept: deque[tuple[Any, Any]] = deque()  # events, and the arrays of copies that are in flight
         self.queues = {name: Queue(device.stream(name, priority)) for name, priority in STREAMS.items()}
 
-    def storage(self, dtype: str) -> np.dtype[Any]:
-        return self._host.storage(dtype)
-
     def empty(self, arena: Any, shape: Sequence[int], dtype: str, place: str = "", aligned: bool = True) -> Any:
         make = self.device.pinned if place == "host" else self.device.empty
-        return make(tuple(shape), self.storage(dtype))
+        return make(tuple(shape), storage(dtype))
 
     def enter(self) -> Enqueued | None:
         """Let all streams wait for what the caller's current stream has enqueued. Returns its token, or None."""
@@ -140,7 +136,7 @@ class OnDevice:
 
     def filled(self, shape: Sequence[int], dtype: str, value: int, place: str = "") -> Any:
         """A new array full of `value`."""
-        values = np.full(shape, value, self.storage(dtype))
+        values = np.full(shape, value, storage(dtype))
         if place != "host":
             return self.device.array(values)
         array = self.device.pinned(tuple(shape), values.dtype)

@@ -34,7 +34,6 @@ from fompi.backends.cuda.library import DeviceLibraries
 from fompi.backends.cuda.memory import OUT_OF_MEMORY, Lease, Opened, Pool, Slab
 from fompi.backends.cuda.products import product
 from fompi.backends.cuda.staging import HostMark, Marked, Staging
-from fompi.backends.half import storage
 from fompi.base.errors import DeviceError, FompiError, in_words, warn
 from fompi.tensors import dlpack
 from fompi.tensors.device_array import DeviceArray
@@ -433,10 +432,6 @@ class CudaDevice(Staging):
         self.use()
         return int(self.runtime.malloc(nbytes))
 
-    def storage(self, dtype: str) -> np.dtype[Any]:
-        """The dtype of the arrays that hold elements of the logical dtype `dtype`."""
-        return storage(dtype)
-
     def empty(self, shape: Sequence[int], dtype: Any) -> DeviceArray:
         return DeviceArray.of(self.pool.take(prod(shape) * np.dtype(dtype).itemsize), shape, dtype)
 
@@ -452,12 +447,6 @@ class CudaDevice(Staging):
         page = self.pages.take(nbytes)
         page.__array_interface__ = {"version": 3, "data": (page.ptr, False), "typestr": "|u1", "shape": (nbytes,)}
         return np.ndarray(tuple(shape), dtype, np.asarray(page))
-
-    def release(self) -> None:
-        """Give the memory that nothing uses back to CUDA, for other libraries."""
-        self.use()
-        self.pool.release()
-        self.pages.release()
 
     # -- kernels
     def kernel(self, name: str, reads: Arrays, writes: Arrays, read_dtypes: Dtypes, write_dtypes: Dtypes) -> Enqueue:

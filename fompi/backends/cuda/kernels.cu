@@ -1,5 +1,5 @@
-// Kernels on device memory: they move, add, convert, activate, merge, and normalize. Products are those of cuBLAS, but for
-// those in a fixed order.
+// Kernels on device memory: they move, add, reduce, and convert. Products are those of cuBLAS, but for those in a fixed
+// order.
 //
 // The file includes nothing, so that NVRTC compiles it without headers. `kernels.py` chooses the function and the
 // arguments of a call. A C++ compiler compiles the same text for the tests: KERNEL and CUDA's names are defined before.
@@ -7,7 +7,7 @@
 // Half types are computed in float32 and rounded once, to the nearest even. bfloat16 is held in 16-bit integers.
 //
 // PART is the number of the part that is compiled: 0 moves and sums, 1 other reductions, 2 messages that carry fewer
-// bits, 3 the rest. NVRTC needs seconds for each. Without PART all are compiled.
+// bits, 3 products. NVRTC needs seconds for each. Without PART all are compiled.
 
 #ifndef KERNEL
 #define KERNEL(name, ...) extern "C" __global__ void __launch_bounds__(256) name(__VA_ARGS__)
@@ -133,15 +133,6 @@ struct Product {
   __device__ u16 operator()(u16 x, u16 y) const { return u16(u32(x) * y); }  // as int it could overflow
 };
 template <class S> struct Mean { S n; template <class T> __device__ T operator()(T x, T y) const { return (x + y) / n; } };
-template <class T> struct Times { T factor; __device__ T operator()(T x) const { return x * factor; } };
-struct Silu { __device__ float operator()(float x) const { return x / (1 + expf(-x)); } };
-struct Swiglu { __device__ float operator()(float x, float y) const { return Silu()(x) * y; } };
-// Not as 1 + erf(x) and 1 + tanh(x): these cancel where x is negative.
-struct Gelu { __device__ float operator()(float x) const { return 0.5f * x * erfcf(-0.70710678f * x); } };
-struct GeluTanh {
-  __device__ float operator()(float x) const { return x / (1 + expf(-1.5957691f * (x + 0.044715f * x * x * x))); }
-};
-
 // Each has two functions: for one element a thread, and (`_v`) for 16 bytes of the smallest type.
 #define UNARY(name, F, C, A) \
   KERNEL(name, Layout l, C* c, const A* a) { map<1>(F(), l, c, a); } \
@@ -149,9 +140,6 @@ struct GeluTanh {
 #define BINARY(name, F, C, A, B) \
   KERNEL(name, Layout l, C* c, const A* a, const B* b) { map<1>(F(), l, c, a, b); } \
   KERNEL(name##_v, Layout l, C* c, const A* a, const B* b) { map<vector<C, A, B>()>(F(), l, c, a, b); }
-#define SCALE(T, S) \
-  KERNEL(scale_##T, Layout l, T* c, const T* a, S s) { map<1>(Times<S>{s}, l, c, a); } \
-  KERNEL(scale_##T##_v, Layout l, T* c, const T* a, S s) { map<vector<T>()>(Times<S>{s}, l, c, a); }
 #define MEAN(C, A, B, S) \
   KERNEL(mean_##C##_##A##_##B, Layout l, C* c, const A* a, const B* b, S n) { map<1>(Mean<S>{n}, l, c, a, b); } \
   KERNEL(mean_##C##_##A##_##B##_v, Layout l, C* c, const A* a, const B* b, S n) \
@@ -171,10 +159,6 @@ struct GeluTanh {
 #define REDUCE_HALF(H) \
   COMBINE_HALF(max, Most, H) COMBINE_HALF(min, Least, H) COMBINE_HALF(prod, Product, H) \
   MEAN(H, H, H, f32) MEAN(H, f32, H, f32) MEAN(H, f32, f32, f32)
-#define ACTIVATE(T) \
-  UNARY(silu_##T, Silu, T, T) UNARY(gelu_##T, Gelu, T, T) UNARY(gelu_tanh_##T, GeluTanh, T, T) \
-  BINARY(swiglu_##T, Swiglu, T, T, T)
-
 #ifdef PART
 #define HAS(part) (PART == part)
 #else
@@ -298,162 +282,6 @@ KERNEL(encode_bfloat16_f32, u8* m, const f32* a, Long count) { encode_half<bf16>
 KERNEL(encode_float16_f32, u8* m, const f32* a, Long count) { encode_half<f16>(m, a, count); }
 #endif
 #if HAS(3)
-SCALE(f32, f32) SCALE(f64, f64) SCALE(f16, f32) SCALE(bf16, f32)
-ACTIVATE(f32) ACTIVATE(f16) ACTIVATE(bf16)
-
-// --------------------------------------------------------------------------------------------------- rows and pieces
-
-// A matrix is cut into pieces of `high` x `broad` elements. The pieces lie in any order, `piece` bytes apart, and the
-// rows of a piece are `row` bytes apart. Element (i, j) is in piece number index[i / high * across + j / broad].
-// A gather of rows is the case high = 1, across = 1.
-struct Pieces {
-  Long high, broad, across, count, piece, row;
-};
-
-__device__ Long number(const void* index, int is_long, Long i) {
-  return is_long ? ((const Long*)index)[i] : ((const int*)index)[i];
-}
-
-// a / b for numbers >= 0. Division by 32 bits is much faster than by 64.
-__device__ Long divided(Long a, Long b) { return (a | b) >> 32 ? a / b : u32(a) / u32(b); }
-
-// Where (i, j) lies, or -1 if the index of its piece is not one of the pieces.
-__device__ Long find(const Pieces& p, const void* index, int is_long, Long i, u32 j, Long bytes) {
-  const u32 across = j / u32(p.broad);
-  const Long down = divided(i, p.high), n = number(index, is_long, down * p.across + across);
-  if (n < 0 || n >= p.count) return -1;
-  return n * p.piece + (i - down * p.high) * p.row + Long(j - across * u32(p.broad)) * bytes;
-}
-
-// Gather: matrix = pieces, and 0 where there is no piece. Scatter: pieces = matrix, but for pieces that are not there.
-template <bool IS_GATHER, class T>
-__device__ void move(T* matrix, Long stride, Long rows, Long columns, void* pieces, Pieces p, const void* index,
-                     int is_long) {
-  for (Long e = first(); e < rows * columns; e += step()) {
-    const Long i = divided(e, columns);
-    const u32 j = u32(e - i * columns);
-    const Long there = find(p, index, is_long, i, j, sizeof(T));
-    T& here = at<T>(matrix, i * stride + Long(j) * Long(sizeof(T)));
-    if (IS_GATHER) here = there < 0 ? T() : at<T>(pieces, there);
-    else if (there >= 0) at<T>(pieces, there) = here;
-  }
-}
-
-#define PIECEWISE(T) \
-  KERNEL(gather_##T, T* matrix, Long stride, Long rows, Long columns, void* pieces, Pieces p, const void* index, \
-         int is_long) { move<true>(matrix, stride, rows, columns, pieces, p, index, is_long); } \
-  KERNEL(scatter_##T, T* matrix, Long stride, Long rows, Long columns, void* pieces, Pieces p, const void* index, \
-         int is_long) { move<false>(matrix, stride, rows, columns, pieces, p, index, is_long); }
-PIECEWISE(u8) PIECEWISE(u16) PIECEWISE(u32) PIECEWISE(u64) PIECEWISE(u128)
-
-// y[index[i]] += x[i]. The order of more than two terms is not fixed.
-template <class C, class A>
-__device__ void scatter_add(C* y, Long y_stride, Long y_rows, const A* x, Long x_stride, Long rows, Long columns,
-                            const void* index, int is_long) {
-  for (Long e = first(); e < rows * columns; e += step()) {
-    const Long i = divided(e, columns), j = e - i * columns, n = number(index, is_long, i);
-    if (n < 0 || n >= y_rows) continue;
-    atomicAdd(&at<C>(y, n * y_stride + j * Long(sizeof(C))), C(wide(at<A>(x, i * x_stride + j * Long(sizeof(A))))));
-  }
-}
-
-// y[i] = the sum of x[index[i][k]] over k, in this order, in the wide type. Rows that are not there count as 0.
-template <class T>
-__device__ void gather_add(T* y, Long y_stride, Long rows, Long columns, const T* x, Long x_stride, Long x_rows,
-                           const void* index, int is_long, Long terms) {
-  for (Long e = first(); e < rows * columns; e += step()) {
-    const Long i = divided(e, columns), j = e - i * columns;
-    decltype(wide(T())) sum = 0;
-    for (Long k = 0; k < terms; k++) {
-      const Long n = number(index, is_long, i * terms + k);
-      if (n >= 0 && n < x_rows) sum += wide(at<T>(x, n * x_stride + j * Long(sizeof(T))));
-    }
-    put(at<T>(y, i * y_stride + j * Long(sizeof(T))), sum);
-  }
-}
-
-#define SCATTER_ADD(C, A) \
-  KERNEL(scatter_add_##C##_##A, C* y, Long y_stride, Long y_rows, const A* x, Long x_stride, Long rows, Long columns, \
-         const void* index, int is_long) \
-  { scatter_add(y, y_stride, y_rows, x, x_stride, rows, columns, index, is_long); }
-#define GATHER_ADD(T) \
-  KERNEL(gather_add_##T, T* y, Long y_stride, Long rows, Long columns, const T* x, Long x_stride, Long x_rows, \
-         const void* index, int is_long, Long terms) \
-  { gather_add(y, y_stride, rows, columns, x, x_stride, x_rows, index, is_long, terms); }
-SCATTER_ADD(f32, f32) SCATTER_ADD(f32, f16) SCATTER_ADD(f32, bf16) SCATTER_ADD(f64, f64)
-GATHER_ADD(f32) GATHER_ADD(f64) GATHER_ADD(f16) GATHER_ADD(bf16)
-
-__device__ float warp_sum(float x) {
-  for (int distance = 16; distance; distance /= 2) x += __shfl_xor_sync(0xFFFFFFFF, x, distance);
-  return x;
-}
-
-// The sum over the block, the same on all threads. blockDim.x is a multiple of 32.
-__device__ float block_sum(float x) {
-  __shared__ float parts[32];
-  x = warp_sum(x);
-  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
-  __syncthreads();
-  x = 0;
-  for (u32 warp = 0; warp < blockDim.x / 32; warp++) x += parts[warp];
-  __syncthreads();  // the next call writes `parts`
-  return x;
-}
-
-// y[i] = x[i] / sqrt(mean(x[i]^2) + eps) * weight, where x is read from its pieces. One block a row.
-template <int V, class T>
-__device__ void rmsnorm(T* y, Long stride, Long rows, Long columns, const T* x, const T* weight, Pieces p,
-                        const void* index, int is_long, float eps) {
-  typedef Few<T, V> Part;
-  const auto read = [&](Long i, u32 j) {
-    const Long there = find(p, index, is_long, i, j, sizeof(T));
-    return there < 0 ? Part() : at<Part>(x, there);
-  };
-  for (Long i = blockIdx.x; i < rows; i += gridDim.x) {
-    float squares = 0;
-    for (u32 j = threadIdx.x * V; j < columns; j += blockDim.x * V) {
-      const Part part = read(i, j);
-      for (int v = 0; v < V; v++) squares += wide(part.of[v]) * wide(part.of[v]);
-    }
-    const float scale = 1 / sqrtf(block_sum(squares) / columns + eps);
-    for (u32 j = threadIdx.x * V; j < columns; j += blockDim.x * V) {
-      const Part part = read(i, j), w = at<Part>(weight, j * Long(sizeof(T)));
-      Part z;
-      for (int v = 0; v < V; v++) put(z.of[v], wide(part.of[v]) * scale * wide(w.of[v]));
-      at<Part>(y, i * stride + j * Long(sizeof(T))) = z;
-    }
-  }
-}
-
-// The attention over two sets of keys from the attention over each, and the log-sum-exp of their scores. One warp a
-// row. A set whose log-sum-exp is -infinity counts nothing, whatever its output holds. The results may replace a or b.
-#define MINUS_INFINITY as_float(0xFF800000u)
-template <class T>
-__device__ void merge(T* c, f32* c_lse, Long rows, Long columns, const T* a, const f32* a_lse, const T* b,
-                      const f32* b_lse) {
-  for (Long i = first() / 32; i < rows; i += step() / 32) {
-    const float s = a_lse[i], t = b_lse[i], most = s > t ? s : t;
-    const float ea = most == MINUS_INFINITY ? 0 : expf(s - most), eb = most == MINUS_INFINITY ? 0 : expf(t - most);
-    const float sum = ea + eb;
-    __syncwarp();  // all lanes have read before one writes
-    if (threadIdx.x % 32 == 0) c_lse[i] = sum == 0 ? MINUS_INFINITY : most + logf(sum);
-    for (Long j = i * columns + threadIdx.x % 32; j < (i + 1) * columns; j += 32) {
-      const float x = ea == 0 ? 0 : wide(a[j]) * (ea / sum), y = eb == 0 ? 0 : wide(b[j]) * (eb / sum);
-      put(c[j], x + y);
-    }
-  }
-}
-
-#define BY_ROWS(T) \
-  KERNEL(rmsnorm_##T, T* y, Long stride, Long rows, Long columns, const T* x, const T* weight, Pieces p, \
-         const void* index, int is_long, float eps) \
-  { rmsnorm<1>(y, stride, rows, columns, x, weight, p, index, is_long, eps); } \
-  KERNEL(rmsnorm_##T##_v, T* y, Long stride, Long rows, Long columns, const T* x, const T* weight, Pieces p, \
-         const void* index, int is_long, float eps) \
-  { rmsnorm<vector<T>()>(y, stride, rows, columns, x, weight, p, index, is_long, eps); } \
-  KERNEL(merge_##T, T* c, f32* c_lse, Long rows, Long columns, const T* a, const f32* a_lse, const T* b, \
-         const f32* b_lse) { merge(c, c_lse, rows, columns, a, a_lse, b, b_lse); }
-BY_ROWS(f32) BY_ROWS(f16) BY_ROWS(bf16)
 
 // --------------------------------------------------------------------------------------------- products in a fixed order
 

@@ -16,6 +16,7 @@ from fompi.backends.base import Dtypes
 from fompi.backends.cuda.counters.announced import MOST_STAGES, STAGE_NBYTES, WARPS, KernelForm
 from fompi.backends.cuda.device import Array, Arrays, Enqueue
 from fompi.backends.cuda.products import TYPES, Matrix
+from fompi.backends.half import storage
 from fompi.base.errors import DeviceError, in_words
 
 COMPUTE_32F, COMPUTE_32F_TF32, COMPUTE_64F = 68, 77, 70
@@ -125,7 +126,7 @@ class DeviceLibraries:
         self._loaded.add(kind)  # first: the small product is made by `gemm`, too
         device, shape = self.device, (LOADED_SIZE, LOADED_SIZE)
         a, b = (Matrix(0, *shape, LOADED_SIZE, bool(is_transposed)) for is_transposed in kind[2:])
-        operands = [device.empty(shape, device.storage(of)) for of in (dtype, dtype, result)]
+        operands = [device.empty(shape, storage(of)) for of in (dtype, dtype, result)]
         a, b = a._replace(ptr=operands[0].ptr), b._replace(ptr=operands[1].ptr)
         device.run_once(self.gemm(a, b, Matrix(operands[2].ptr, *shape, LOADED_SIZE, False), dtype, result, False))
 
@@ -175,10 +176,10 @@ class DeviceLibraries:
 
     def launch(self, launch: Any) -> Enqueue:
         """A Launch of `fompi.backends.cuda.kernels`. Its arguments are laid out once."""
-        return self._launch(self._function(launch.function), launch.grid, launch.block, launch.args, launch.shared)
+        return self._launch(self._function(launch.function), launch.grid, launch.block, launch.args)
 
     def _launch(
-        self, function: int, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int
+        self, function: int, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
     ) -> Enqueue:
         """An argument that is an array without dimensions may be changed between launches."""
         values = [*map(_argument, args)]

@@ -133,26 +133,25 @@ class Pool:
 
     def _add_slab(self, size: int) -> None:
         nbytes = SLAB_NBYTES if size < SLAB_NBYTES // 2 else size
-        try:
-            ptr = self._allocate(nbytes)
-        except Exception as error:
-            if getattr(error, "status", None) != OUT_OF_MEMORY:
-                raise self.device.failure(error, "an allocation") from error
-            ptr = self._allocate_again(nbytes)
+        ptr = self._allocated(nbytes)
+        if ptr is None:
+            self._release(exported=False)
+            ptr = self._allocated(nbytes)
+        if ptr is None:
+            raise self.device.out_of_memory(nbytes, self)
         slab = Slab(ptr, nbytes, size)
         self._slabs.add(slab)
         self._taken += nbytes // size * size  # `_add` takes them off
         self._add([(slab, ptr + at) for at in range(0, nbytes - size + 1, size)])
 
-    def _allocate_again(self, nbytes: int) -> int:
-        """After CUDA had no memory: release what nothing uses, and try once more."""
-        self._release(exported=False)
+    def _allocated(self, nbytes: int) -> int | None:
+        """None: CUDA has no memory."""
         try:
             return self._allocate(nbytes)
         except Exception as error:
-            if getattr(error, "status", None) != OUT_OF_MEMORY:
-                raise self.device.failure(error, "an allocation") from error
-            raise self.device.out_of_memory(nbytes, self) from error
+            if getattr(error, "status", None) == OUT_OF_MEMORY:
+                return None
+            raise self.device.failure(error, "an allocation") from error
 
     def _release(self, exported: bool) -> None:
         self._settle()

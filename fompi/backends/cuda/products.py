@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from fompi.backends.base import Dtypes
 from fompi.backends.cuda.device import Arrays, Enqueue
+from fompi.backends.half import storage
 from fompi.base.errors import DtypeError
 from fompi.base.layout import HALF
 from fompi.plans.kernels import GROUPED, chains, find
@@ -89,7 +90,7 @@ class ProductKernels:
         return found
 
     def scratch(self, shape: Sequence[int], dtype: str) -> DeviceArray:
-        self.keep.append(self.device.empty(shape, self.device.storage(dtype)))
+        self.keep.append(self.device.empty(shape, storage(dtype)))
         return self.keep[-1]
 
     def copy(self, source: DeviceArray, to: DeviceArray, source_dtype: str, dtype: str) -> None:

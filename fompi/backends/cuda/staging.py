@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from time import monotonic, sleep
 from typing import Any
 
@@ -65,6 +65,17 @@ class Fetched(Marked):
         """The numbers, once `done` was True."""
         self._device.touch("get()", self._target, False)
         return self._target.copy()
+
+
+def kept(cache: OrderedDict[Any, Any], most: int, key: Hashable, make: Callable[[], Any]) -> Any:
+    """What `cache` has for the key, made at first use. It has `most` at most: what was unused for longest goes."""
+    made = cache.get(key)
+    if made is None:
+        made = cache[key] = make()
+        if len(cache) > most:
+            cache.popitem(last=False)
+    cache.move_to_end(key)
+    return made
 
 
 class Staging(Failing):
@@ -143,13 +154,7 @@ class Staging(Failing):
     def constant(self, values: Array) -> Any:
         """An array of the host, which is copied once. Nobody may write the result."""
         key = values.dtype.str, values.shape, values.tobytes()
-        made = self._constants.get(key)
-        if made is None:
-            made = self._constants[key] = self.array(values)
-            if len(self._constants) > MOST_CONSTANTS:
-                self._constants.popitem(last=False)
-        self._constants.move_to_end(key)
-        return self.for_numpy(made)
+        return self.for_numpy(kept(self._constants, MOST_CONSTANTS, key, lambda: self.array(values)))
 
     def upload(self, values: Array, into: DeviceArray | None = None) -> Any:
         """A copy of an array of the host, in the order of the caller's current stream. Nothing waits for it here."""
@@ -173,10 +178,4 @@ class Staging(Failing):
 
     def opened_once(self, key: bytes, make: Callable[[], Any]) -> Any:
         """Memory of another process, which `make` opens. It stays open for the next message, MOST_OPENED at most."""
-        memory = self._opened.get(key)
-        if memory is None:
-            memory = self._opened[key] = make()
-            if len(self._opened) > MOST_OPENED:
-                self._opened.popitem(last=False)
-        self._opened.move_to_end(key)
-        return memory
+        return kept(self._opened, MOST_OPENED, key, make)

@@ -27,6 +27,7 @@ import numpy as np
 from fompi.backends.cuda.counters.signal import RowRun, Signals, in_place
 from fompi.backends.cuda.device import Enqueue, ProductCall
 from fompi.backends.cuda.products import Matrix, matrix
+from fompi.backends.half import storage
 from fompi.base import kept
 from fompi.base.version import __version__
 from fompi.plans.kernels import find
@@ -160,7 +161,7 @@ class CudaAnnouncer:
 
     def __init__(self, device: Any, products: Sequence[ProductCall], found: OperandLayout):
         self.products, form, (high, broad, _) = products, found.form, found.form.tile
-        nbytes = [device.storage(dtype).itemsize for dtype in form.dtypes[1:3]]
+        nbytes = [storage(dtype).itemsize for dtype in form.dtypes[1:3]]
         x_row, y_row = (row * each for row, each in zip((found.x_row, found.y_row), nbytes, strict=True))
         table = in_place(found.groups, found.columns, x_row, y_row, high, broad, BAND)
         need = np.bincount(table[:, 5], minlength=len(found.groups)).astype(np.int32)
