@@ -17,11 +17,11 @@ import fompi
 from fompi.base.errors import LaunchError
 from fompi.base.tables import Table
 from fompi.base.wires import wire_of
-from fompi.bench import fused, table
+from fompi.bench import fused
 from fompi.bench.fused import KERNEL, UNFUSED, cases_of
 from fompi.bench.measure import DEFAULT, Bench, BenchHosts
 from fompi.cli import plan
-from fompi.cli.output import Progress, UsageError, is_first_rank, show, show_json
+from fompi.cli.output import Progress, UsageError, is_first_rank, show, show_json, unwritable
 from fompi.engine.handshake import agree
 from fompi.mpi import launcher, transport
 from fompi.runtime.report import percentile
@@ -86,7 +86,7 @@ def run_shape(shape: Shape, ranks: int, rounds: int, json_file: str | None, wire
         return status
     note_threads()
     with fompi.Communicator() as comm:
-        agree(comm, f"try {text}", table.refusal(comm.rank, json_file))
+        agree(comm, f"try {text}", unwritable(comm.rank, json_file))
         with (
             Progress.of_rank(comm.rank, f"try {text}") as progress,
             BenchHosts(comm.link.comm) as cluster,

@@ -67,7 +67,7 @@ COMMANDS = {
     "up": Command("fompi.cli.up", "look at machines over ssh, choose their network, start a job", runs_program=True),
     "members": Command("fompi.cli.members", "serve the store by which groups that come and go find each other"),
     "slurm": Command("fompi.cli.slurm", "print a job script for Slurm"),
-    "bench": Command("fompi.bench.command", "benchmarks, for mpirun", on_ranks=True),
+    "bench": Command("fompi.cli.bench", "benchmarks, for mpirun (in a checkout)", on_ranks=True),
 }
 """The modules of the subcommands, by name. A module is imported only when its subcommand is used."""
 

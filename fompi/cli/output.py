@@ -221,6 +221,16 @@ def check_writable(path: str | Path) -> None:
         path.unlink()
 
 
+def unwritable(rank: int, path: str | None) -> Exception | None:
+    """Why rank 0 cannot write the file for what is measured. It is asked before. None or "-": there is no file."""
+    try:
+        if rank == 0 and path not in (None, "-"):
+            check_writable(path)
+    except OSError as error:
+        return error
+    return None
+
+
 def check_picture(path: str | Path) -> None:
     """Raise LayoutError unless the suffix of a picture is .svg."""
     if Path(path).suffix != ".svg":

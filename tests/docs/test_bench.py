@@ -9,12 +9,12 @@ import sys
 
 import numpy as np
 import pytest
+from bench import device, fused
 from commands import ROOT
 
 import collectives
 import peers
 import plain_mpi
-from fompi.bench import device, fused
 from fompi.bench.fused import KERNEL, OPERATIONS
 from fompi.bench.measure import DEFAULT
 
@@ -282,7 +282,8 @@ def test_an_error_on_one_rank_ends_a_benchmark(mpirun, tmp_path):
     """While the others measure: the line of that rank is printed, and no process is left."""
     script = tmp_path / "one.py"
     script.write_text(
-        "import sys\nimport fompi\nfrom fompi.__main__ import main\nfrom fompi.bench import overhead\n"
+        "import sys\nimport fompi\nfrom fompi.__main__ import main\nfrom fompi.cli import bench\n"
+        "sys.path.append(str(bench.TOOLS))\nfrom bench import overhead\n"
         "from fompi.tuning.rounds import WrongResult, meet\n"
         "def rows(bench):\n"
         "    if bench.comm.rank == 1:\n"

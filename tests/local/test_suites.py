@@ -12,9 +12,10 @@ import papers
 import peers
 import plain_mpi
 import planner
-from fompi.bench import table, trial
+from fompi.bench import trial
 from fompi.bench.fused import FusedCase
 from fompi.bench.measure import DEFAULT, Bench
+from fompi.cli.output import unwritable
 from fompi.model.machine import Level, Machine
 from fompi.tuning.rounds import Row
 
@@ -239,7 +240,7 @@ def test_plans_that_may_be_the_best_are_finalists(others, finalists):
     ],
 )
 def test_a_file_is_checked_before_anything_is_measured(file, words):
-    refusal = table.refusal(0, file)
+    refusal = unwritable(0, file)
     assert (refusal is None) == (words is None)
     if words is not None:
         assert isinstance(refusal, OSError) and words in str(refusal)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+from bench import table
 
-from fompi.bench import table
 from fompi.tuning.rounds import Figure, Row
 
 FACTS = {

@@ -23,10 +23,11 @@ from time import process_time
 from typing import Any
 
 import numpy as np
+from bench.fused import grid
 
 from exchange import bare_exchange
 from fompi.bench import fused
-from fompi.bench.fused import KERNEL, FusedCase, grid, unfused_of
+from fompi.bench.fused import KERNEL, FusedCase, unfused_of
 from fompi.bench.measure import DEFAULT, Bench, Call
 from fompi.runtime.report import lower_quartile
 from fompi.tuning.rounds import Figure, Row, of_all_ranks

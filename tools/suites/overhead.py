@@ -15,12 +15,12 @@ from itertools import cycle
 from typing import Any
 
 import numpy as np
+from bench.overhead import BOUND, CALLS, UNBOUND, calls_of, row_of, times_of
+from bench.overhead import rows as whole
 
 import fompi
 from fompi.base.layout import COLLECTIVES, Shard, Sizes, Spec
-from fompi.bench import overhead
 from fompi.bench.measure import Bench, Call, plan
-from fompi.bench.overhead import BOUND, CALLS, UNBOUND, calls_of, row_of, times_of
 from fompi.mpi.link import request_testsome
 from fompi.plans.problems import Form, Problem, problem
 from fompi.tuning.rounds import Row, difference, seconds_of
@@ -38,7 +38,7 @@ def rows(bench: Bench) -> list[Row]:
         "new counts at every call": changing_sizes,
         "plans and choices": planning,
     }
-    return [*overhead.rows(bench), *(row for name in bench.each([*parts]) for row in parts[name](bench))]
+    return [*whole(bench), *(row for name in bench.each([*parts]) for row in parts[name](bench))]
 
 
 def per_op(bench: Bench) -> Iterator[Row]:

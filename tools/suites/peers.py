@@ -17,12 +17,13 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+from bench.fused import grid
+
 from fompi.bench.fused import (
     BLOCKING,
     KERNEL,
     Array,
     FusedCase,
-    grid,
     kernel_of,
 )
 from fompi.bench.measure import Bench, BenchHosts, Call, schedules

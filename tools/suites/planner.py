@@ -29,10 +29,11 @@ from statistics import median
 from typing import NamedTuple
 
 import numpy as np
+from bench.fused import grid
 
 import fompi
 from collectives import MIB, problem_of
-from fompi.bench.fused import KERNEL, OPERATIONS, FusedCase, grid, kernel_of
+from fompi.bench.fused import KERNEL, OPERATIONS, FusedCase, kernel_of
 from fompi.bench.measure import Bench, specs
 from fompi.model.fit import product_seconds, slowed
 from fompi.model.lower_bound import lower_bound

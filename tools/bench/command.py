@@ -9,18 +9,20 @@ from importlib import import_module
 from pathlib import Path
 
 import fompi
+from bench import table
 from fompi.base.errors import FompiError
-from fompi.bench import table, trial
+from fompi.bench import trial
 from fompi.bench.measure import Bench, BenchHosts, HostPlace
-from fompi.cli.output import Progress, UsageError, show_markdown
+from fompi.cli.output import Progress, UsageError, show_markdown, unwritable
 from fompi.cli.plan import product_of, run_file
 from fompi.engine.handshake import agree
 from fompi.tuning.rounds import Row
 
-EXAMPLE = "{} bench overhead --quick"
-
 SUITES = ("fused", "overhead")
-"""Each is a module of this room. A suite has `rows(bench) -> list[Row]`, and `rows_on_device(bench)` if it can."""
+"""Each is a module of this folder. A suite has `rows(bench) -> list[Row]`, and `rows_on_device(bench)` if it can."""
+
+SUITE_FILES = Path(__file__).resolve().parents[1] / "suites"
+"""The suites behind the results, by the names of their files."""
 
 DEVICES = ("cuda", "software")
 """What `--device` may be."""
@@ -28,7 +30,11 @@ DEVICES = ("cuda", "software")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "suite", nargs="?", type=suite_name, metavar="SUITE", help=f"{', '.join(SUITES)}; or a Python file with a suite"
+        "suite",
+        nargs="?",
+        type=suite_name,
+        metavar="SUITE",
+        help=f"{', '.join(SUITES)}, one of tools/suites, or a file",
     )
     parser.add_argument("--like", metavar="M,K,N", help="with --device: the shape of fused operations")
     parser.add_argument(
@@ -38,9 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=15, help="rounds in which every contestant runs (15)")
     parser.add_argument("--row", metavar="WORDS", default="", help="only the rows with these words in their name")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller rows")
-    parser.add_argument(
-        "--json", nargs="?", const=table.PRINTED, metavar="FILE", help="all samples as JSON (no FILE: print it)"
-    )
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="all samples as JSON (no FILE: print it)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -59,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     rows_of = rows_of_suite(suite, options.device is not None)
     json = options.json
     with fompi.Communicator() as comm:
-        agree(comm, f"bench {suite}", table.refusal(comm.rank, json))
+        agree(comm, f"bench {suite}", unwritable(comm.rank, json))
         place = place_of(comm, options.device)
         with (
             Progress.of_rank(comm.rank, f"bench {suite}") as progress,
@@ -72,11 +76,11 @@ def run(options: argparse.Namespace) -> int:
             raise FompiError(f"bench {suite}: no row has {options.row!r} in its name")
         facts = table.about(" ".join(["python -m fompi", *sys.argv[1:]]))
         if comm.rank == 0:
-            if json == table.PRINTED:
+            if json == "-":
                 print(table.to_json(rows, facts), flush=True)
             else:
                 show_markdown(table.markdown(rows, facts))
-            if json not in (None, table.PRINTED):
+            if json not in (None, "-"):
                 Path(json).write_text(table.to_json(rows, facts) + "\n")
     return 0
 
@@ -85,13 +89,15 @@ def suite_name(text: str) -> str:
     """The name of a suite, or that of a Python file."""
     if text in SUITES or text.endswith(".py"):
         return text
+    if (file := SUITE_FILES / f"{text}.py").exists():
+        return str(file)
     raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(SUITES)}, a file SUITE.py)")
 
 
 def rows_of_suite(name: str, on_device: bool) -> Callable[[Bench], list[Row]]:
     """What measures the rows of a suite. Raises FompiError if its file cannot be run, or has no such rows."""
     wanted = "rows_on_device" if on_device else "rows"
-    names = vars(import_module(f"fompi.bench.{name}")) if name in SUITES else run_file(name, "bench")
+    names = vars(import_module(f"bench.{name}")) if name in SUITES else run_file(name, "bench")
     rows = names.get(wanted)
     if rows is None:
         raise FompiError(f"bench {name}: the suite has no {wanted}(bench)")
@@ -103,6 +109,6 @@ def place_of(comm: fompi.Communicator, device: str | None) -> HostPlace:
     """Where the tensors of a benchmark are."""
     if device is None:
         return HostPlace()
-    from fompi.bench.device import DevicePlace
+    from bench.device import DevicePlace
 
     return DevicePlace(device, comm)

@@ -9,12 +9,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from fompi.cli.info import collect
-from fompi.cli.output import check_writable
 from fompi.runtime.report import percentile
 from fompi.tuning.rounds import UNITS, Figure, Row
-
-PRINTED = "-"
-"""In place of a file's name: print it."""
 
 
 def about(command: str) -> dict[str, Any]:
@@ -40,16 +36,6 @@ def _plain(row: Row) -> dict[str, Any]:
     ]
     plain["reached"] = row.reached
     return plain
-
-
-def refusal(rank: int, file: str | None) -> Exception | None:
-    """What is wrong with the file for the rows. It is checked before anything is measured."""
-    try:
-        if rank == 0 and file not in (None, PRINTED):
-            check_writable(file)
-    except OSError as error:
-        return error
-    return None
 
 
 # --------------------------------------------------------------------------------------------------------- Markdown
