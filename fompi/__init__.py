@@ -155,7 +155,7 @@ frames.install()
 say_if_missing()
 
 
-_PACKAGES = ("torch", "jax", "parallel", "members", "plans", "model", "traces")
+_PACKAGES = ("torch", "jax", "parallel", "members", "islands", "plans", "model", "traces")
 """Packages with names that the documents use, besides the names of this module."""
 
 
@@ -180,6 +180,6 @@ def __getattr__(name: str) -> Any:
     """Import what few programs use at the first use of its name: some functions, and some packages."""
     if name in _LATE:
         return getattr(import_module(_LATE[name]), name)
-    if name in ("torch", "jax", "parallel", "members"):
+    if name in ("torch", "jax", "parallel", "members", "islands"):
         return import_module(f"fompi.{name}")
     raise AttributeError(f"module 'fompi' has no attribute {name!r}")

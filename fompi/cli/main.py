@@ -69,6 +69,7 @@ COMMANDS = {
     "try": Command("fompi.bench.trial", "what overlap gains here for a shape of your own", on_ranks=True),
     "up": Command("fompi.cli.up", "look at machines over ssh, choose their network, start a job", runs_program=True),
     "members": Command("fompi.cli.members", "serve the store by which groups that come and go find each other"),
+    "islands": Command("fompi.cli.islands", "a run of islands again, from its log: the same bits"),
     "slurm": Command("fompi.cli.slurm", "print a job script for Slurm"),
     "bench": Command("fompi.bench.command", "benchmarks, for mpirun", on_ranks=True),
 }

@@ -13,8 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import job
+import numpy as np
 import pytest
 
+import fompi
+from fompi.base.errors import LayoutError, MismatchError
 from fompi.members import Server
 
 pytestmark = pytest.mark.one_mpi
@@ -39,7 +42,9 @@ PROGRAM = textwrap.dedent("""
     params = {"w": np.zeros(300), "v": np.zeros(7)}
     log, begun = [], time.monotonic()
     options = dict(sync_every=4, fragments=2, delay=1, outer_lr=1.0, outer_momentum=0.0, on_exchange=log.append)
-    with fompi.members.Membership(f"fompi://127.0.0.1:{port}", name=name, ttl=2.0) as membership:
+    with fompi.islands.join(
+        f"fompi://127.0.0.1:{port}", name=name, least=1, ttl=2.0, log=folder / f"{name}.epochs"
+    ) as membership:
         with OuterSteps(params, comm=membership, **options) as outer:
             params |= outer.received(params.__getitem__)
             first, epochs, restarted = outer.steps, set(), False
@@ -96,6 +101,28 @@ def test_an_island_is_killed_and_comes_again(tmp_path, killed_after):
     assert {islands for _, _, islands in log} >= {2, 3}, log
     for name in "abc":
         assert json.loads((tmp_path / f"{name}.outer").read_text()) == pytest.approx(outer), name
+    replayed(tmp_path)
+
+
+def island(name):
+    """One of the islands of PROGRAM: what it begins with, and its inner step."""
+    drift = {"a": 1.0, "b": 2.0, "c": 6.0}[name]
+    return {"w": np.zeros(300), "v": np.zeros(7)}, lambda params: {key: x - drift for key, x in params.items()}
+
+
+def replayed(folder):
+    """The log of one island gives the same bits, and so do those of all. A log that was changed is refused."""
+    logs = [folder / f"{name}.epochs" for name in "abc"]
+    done = fompi.islands.replay(logs[:1], island)
+    assert done.exchanges == 119 and done.islands == ("a", "b", "c") and done.epochs > 2
+    assert fompi.islands.replay(logs, island) == done
+    with pytest.raises(MismatchError, match=r"exchange \d+ \(fragment . after step \d+, epoch \d+\): .* in the log"):
+        fompi.islands.replay(logs, lambda name: island("a"))
+    whole = logs[1].read_bytes()
+    for at in (len(whole) // 2, 20, len(whole) - 3):  # one bit of a line, of its number, of the last line
+        logs[1].write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(LayoutError, match=r"b.epochs, line \d+: it is not as it was written"):
+            fompi.islands.replay(logs, island)
 
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
@@ -141,20 +168,25 @@ ISLAND = textwrap.dedent("""
     import fompi
     from fompi.parallel.outer import OuterSteps
 
-    address, name, steps, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
-    params, exchanges = {"w": np.zeros(3000, np.float32), "v": np.zeros(7, np.float32)}, []
-    options = dict(sync_every=4, fragments=2, delay=1, wire="int8", feedback=True, on_exchange=exchanges.append)
-    with fompi.members.Membership(address, name=name, ttl=1.5) as membership:
-        with OuterSteps(params, comm=membership, **options) as outer:
-            params |= outer.received(params.__getitem__)
-            while outer.steps < steps:
-                inner = {key: x - np.cos(np.arange(len(x), dtype=x.dtype) + ord(name)) for key, x in params.items()}
-                params = outer.step(inner)
-                (folder / f"{name}.step").write_text(str(outer.steps))
-                time.sleep(0.01)
-            copies = outer.state_dict()["outer"]
-            values = [copies[key].tolist() for key in ("w", "v")]
-            (folder / f"{name}.end").write_text(json.dumps(values))
+    def island(name):
+        waves = {"w": np.cos(np.arange(3000) + ord(name)), "v": np.cos(np.arange(7) + ord(name))}
+        start = {key: np.zeros(wave.shape, np.float32) for key, wave in waves.items()}
+        return start, lambda params: {key: x - (waves[key] + x / 50).astype(x.dtype) for key, x in params.items()}
+
+    def run(address, name, steps, folder):
+        params, inner = island(name)
+        options = dict(sync_every=4, fragments=2, delay=1, wire="int8", feedback=True)
+        log = folder / f"{name}.epochs"
+        with fompi.islands.join(address, name=name, least=1, ttl=1.5, log=log) as islands:
+            with OuterSteps(params, comm=islands, **options) as outer:
+                params |= outer.received(params.__getitem__)
+                while outer.steps < steps:
+                    params = outer.step(inner(params))
+                    (folder / f"{name}.step").write_text(str(outer.steps))
+                    time.sleep(0.01)
+
+    if __name__ == "__main__":
+        run(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))
 """)
 
 
@@ -196,3 +228,14 @@ def test_islands_are_killed_again_and_again(tmp_path, monkeypatch):
                 island.kill()
                 island.wait()
     assert "MismatchError" not in (tmp_path / "said").read_text()
+    command = [
+        sys.executable,
+        "-m",
+        "fompi",
+        "islands",
+        "replay",
+        tmp_path / "a.epochs",
+        f"{tmp_path}/island.py:island",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert "of a, b, c: the same bits" in done.stdout, done

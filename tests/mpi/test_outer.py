@@ -325,7 +325,7 @@ MUTANTS = {
         "(1 - self.alpha) * theta + self.alpha * target"),
     "momentum once": ("OuterRule.update", "mean + self.outer_momentum * velocity", "velocity"),
     "momentum is not kept": ("OuterRule.update", "velocity *= self.outer_momentum", "velocity *= 0"),
-    "a sum, not a mean": ("OuterSteps._send", 'op="mean"', 'op="sum"'),
+    "a sum, not a mean": ("OuterSteps._send", '"mean" if', '"sum" if'),
     "a step too late": ("OuterSchedule.applies", "step - self.delay", "step - self.delay - 1"),
     "a step too early": ("OuterSchedule.applies", "step - self.delay", "step - max(0, self.delay - 1)"),
     "fragments in another order on one island": ("OuterSchedule.begins", "(count - 1) % self", "-count % self"),
@@ -333,7 +333,7 @@ MUTANTS = {
     "the mean on its way is forgotten": ("OuterSteps.load_state_dict", "= flight,", "= None,"),
     "what was lost is forgotten after a resume": ("OuterSteps.load_state_dict", "= array",
         '= array * (kind != "feedback")'),
-    "what was lost is never given back": ("OuterSteps._arrived", "row.feedback.keep()", "row.feedback.forget()"),
+    "what was lost is never given back": ("OuterSteps._receive", "row.feedback.keep()", "row.feedback.forget()"),
 }  # fmt: skip
 
 
