@@ -110,8 +110,10 @@ class Life:
             raise LayoutError(f"exchange {line['exchange']}: {self.name!r} was at step {self.copies.steps} by then")
         return self.flight
 
-    def take_over(self, other: Life, steps: int, keeps: bool) -> None:
-        self.pending = None
+    def take_over(self, other: Life, applied: int, steps: int, keeps: bool) -> None:
+        """Come as far as it was, and have what the other one has."""
+        if self.pending is not None and self.pending[2]["exchange"] > applied:  # others have applied it
+            self.pending = None
         self.run(steps)
         self.copies.take_over([array.copy() for array in other.copies.shared()], other.copies._applied, keeps)
         self.held.take(self.copies.received(self.held.get))
@@ -173,21 +175,21 @@ def _merged(logs: Sequence[str]) -> tuple[Line, list[Line]]:
 
 def _meet(epoch: Line, after: Sequence[Line], lives: dict[str, Life], make: Callable[[str], Life]) -> None:
     """The islands of an epoch meet. `after`: what the log has next, by which it says who has come that far."""
-    of_all = [*zip(*(epoch[key] for key in ("islands", "roles", "steps", "lacks")), strict=True)]
+    of_all = [*zip(*(epoch[key] for key in ("islands", "roles", "applied", "steps", "lacks")), strict=True)]
     farthest = epoch["islands"][epoch["root"]]
-    for name, role, steps, _ in of_all:
+    for name, role, _, steps, _ in of_all:
         if role == HERE and (name not in lives or lives[name].copies.steps > steps == 0):
             if steps > 0:
                 raise LayoutError(f"the logs lack the start of {name!r}, before epoch {epoch['epoch']}")
             lives[name] = make(name)
-    for name, role, steps, lacks in of_all:
+    for name, role, applied, steps, lacks in of_all:
         if role == HERE or not _has_come(name, epoch, after):
             continue
         root = lives[farthest]
         root.run(epoch["steps"][epoch["root"]])
         if role == NEW:
             lives[name] = make(name)
-        lives[name].take_over(root, steps, keeps=role == SLOW)
+        lives[name].take_over(root, applied, steps, keeps=role == SLOW)
         if lacks:
             state = iter(root.held.inner_state({}))
             lives[name].held.take_inner(lambda _, state=state: next(state))

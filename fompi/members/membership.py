@@ -293,7 +293,7 @@ class Membership:
         self._heard: tuple[Listing, View] = {}, View(Epoch(), {})
         self._error: BaseException | None = None
         self._away = self._missed = ""  # of the store, of the last epoch: what an error says besides
-        self._entered, self._door = 0, monotonic()  # the last epoch; until when all were in it
+        self._entered, self._door = 0, 0.0  # the last epoch; since when others are awaited for the next one
         self.log: EpochLog | None = None
         handles = " ".join(self.ranks.of_all(epochs.handle()))
         self._by_first_rank(lambda: self._open(handles, ttl, log))
@@ -388,7 +388,8 @@ class Membership:
         MismatchError if the members have different versions of fompi, or this one has another number of ranks.
         """
         seconds = launcher.timeout() if timeout is None else timeout
-        end = monotonic() + seconds
+        self._door = monotonic()
+        end = self._door + seconds
         self._abort("goes to the next epoch")
         try:
             while True:

@@ -684,7 +684,7 @@ class OuterSteps(OuterCopies):
             weights, here = flight.vote.result[:, 0].tolist(), {"bytes": numbers.nbytes}
             known = {"step": flight.step, "fragment": flight.fragment, "exchange": sum(self._applied)}
             membership.note("exchange", **known, weights=weights, sha256=self.sha256(), here=here)
-        if flight.vote.result[:, 1].any():
+        if membership.on_any_rank(flight.vote.result[:, 1].any()):  # only the first rank of an island sees who is here
             self._meet()
 
     def _receive(self) -> None:

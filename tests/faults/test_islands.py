@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import runpy
+import signal
 import socket
 import subprocess
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,6 +23,7 @@ import pytest
 import fompi
 from fompi.base.errors import LayoutError, MismatchError
 from fompi.members import Server
+from fompi.members.epoch_log import lines_of
 
 pytestmark = pytest.mark.one_mpi
 
@@ -168,26 +173,107 @@ ISLAND = textwrap.dedent("""
     import fompi
     from fompi.parallel.outer import OuterSteps
 
-    def island(name):
-        waves = {"w": np.cos(np.arange(3000) + ord(name)), "v": np.cos(np.arange(7) + ord(name))}
+    def island(name, rank=0):
+        waves = {"w": np.cos(np.arange(3000) + ord(name) + rank), "v": np.cos(np.arange(7) + ord(name))}
         start = {key: np.zeros(wave.shape, np.float32) for key, wave in waves.items()}
         return start, lambda params: {key: x - (waves[key] + x / 50).astype(x.dtype) for key, x in params.items()}
 
-    def run(address, name, steps, folder):
-        params, inner = island(name)
-        options = dict(sync_every=4, fragments=2, delay=1, wire="int8", feedback=True)
-        log = folder / f"{name}.epochs"
-        with fompi.islands.join(address, name=name, least=1, ttl=1.5, log=log) as islands:
+    def run(address, name, steps, folder, rests_at=0, rows=1, wait=None, least=1, ranks=1, **options):
+        comm = fompi.Communicator() if ranks > 1 else None
+        rank = comm.rank if comm else 0
+        params, inner = island(name, rank)
+        options = dict(sync_every=4, fragments=2, delay=1, wire="int8", feedback=True) | options
+        log, last, longest = folder / f"{name}.epochs", time.monotonic(), 0.0
+        how = dict(least=least, alone=True, ttl=1.5, wait=wait, log=log, comm=comm)
+        with fompi.islands.join(address, name=name, **how) as islands:
             with OuterSteps(params, comm=islands, **options) as outer:
                 params |= outer.received(params.__getitem__)
                 while outer.steps < steps:
-                    params = outer.step(inner(params))
+                    params = outer.step(inner(params), rows=rows)
                     (folder / f"{name}.step").write_text(str(outer.steps))
-                    time.sleep(0.01)
+                    time.sleep(4 if outer.steps == rests_at else 0.01)
+                    last, longest = time.monotonic(), max(longest, time.monotonic() - last)
+                (folder / f"{name}.{rank}.sha").write_text(outer.sha256())
+        (folder / f"{name}.end").write_text(f"{longest:.2f}")
 
     if __name__ == "__main__":
-        run(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))
+        try:
+            run(*sys.argv[1:3], int(sys.argv[3]), Path(sys.argv[4]), **json.loads([*sys.argv, "{}"][5]))
+        except fompi.MismatchError as error:
+            sys.exit(Path(f"refused.{fompi.Communicator().rank}").write_text(str(error)))
 """)
+
+
+def test_islands_of_two_ranks(tmp_path, monkeypatch):
+    """Jobs of mpirun, one of which is killed and comes again. One of three ranks is refused on all of them."""
+    monkeypatch.setenv("FOMPI_MEMBERS_TOKEN", "0123456789abcdef" * 3)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "island.py").write_text(ISLAND)
+    jobs = {}
+    with Server() as server, (tmp_path / "said").open("ab") as said:
+
+        def start(name, ranks=2):
+            program = ["island.py", server.address, name, "400", tmp_path, json.dumps({"ranks": ranks, "least": 2})]
+            command = ["mpirun", "-n", str(ranks), sys.executable, *program]
+            jobs[name] = subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True, cwd=tmp_path)
+
+        def wait_for(name, step):
+            end, path = time.monotonic() + 60, tmp_path / f"{name}.step"
+            while not path.exists() or int(path.read_text() or 0) < step:
+                assert time.monotonic() < end and jobs[name].poll() is None, (tmp_path / "said").read_text()
+                time.sleep(0.02)
+
+        try:
+            start("a")
+            start("b")
+            wait_for("b", 20)
+            os.killpg(jobs["b"].pid, signal.SIGKILL)
+            start("b")
+            start("c", ranks=3)
+            assert [jobs[name].wait(60) for name in "ab"] == [0, 0], (tmp_path / "said").read_text()
+            assert jobs["c"].wait(60) != 0
+        finally:
+            for each in jobs.values():
+                with suppress(ProcessLookupError):
+                    os.killpg(each.pid, signal.SIGKILL)
+                each.wait()
+    refused = [(tmp_path / f"refused.{rank}").read_text() for rank in range(3)]
+    assert refused == ["'c' has 3 ranks, but 'a' has 2"] * 3
+    shas = [(tmp_path / f"{name}.{rank}.sha").read_text() for rank in (0, 1) for name in "ab"]
+    assert shas[0] == shas[1] and shas[2] == shas[3] and shas[0] != shas[2]
+    roles = [line.get("roles") for _, line in lines_of(tmp_path / "a.epochs")]
+    assert ["here", "here"] in roles and ["here"] in roles and ["here", "new"] in roles
+    make = runpy.run_path(str(tmp_path / "island.py"), run_name="replayed")["island"]
+    assert fompi.islands.replay([tmp_path / "a.epochs"], make).islands == ("a", "b")
+
+
+def test_a_slow_island(tmp_path, monkeypatch):
+    """The others wait for it so long as they are asked, and what it has trained counts by its rows in the next one."""
+    monkeypatch.setenv("FOMPI_MEMBERS_TOKEN", "0123456789abcdef" * 3)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "island.py").write_text(ISLAND)
+    with Server() as server:
+        islands = []
+        for name, rows in (("a", 1), ("b", 3), ("c", 2)):
+            more = {"rows": rows, "weights": "rows", "rests_at": 30 * (name == "c"), "wait": 1.0, "least": 3}
+            command = ["island.py", server.address, name, "500", tmp_path, json.dumps(more)]
+            islands.append(subprocess.Popen([sys.executable, *command], cwd=tmp_path))
+        try:
+            assert [island.wait(60) for island in islands] == [0, 0, 0]
+        finally:
+            for island in islands:
+                island.kill()
+                island.wait()
+    assert float((tmp_path / "a.end").read_text()) < 3 and float((tmp_path / "c.end").read_text()) > 3.9
+    lines = [line for _, line in lines_of(tmp_path / "a.epochs")]
+    roles = [line["roles"] for line in lines if line["kind"] == "epoch"]
+    assert ["here", "here", "slow"] in roles, roles
+    weights = [line["weights"] for line in lines if line["kind"] == "exchange"]
+    assert [4, 12, 8] in weights and [4, 12] in weights
+    again = next(i for i, each in enumerate(weights) if len(each) == 3 and len(weights[i - 1]) == 2)
+    assert weights[again][2] > 8 or weights[again + 1][2] > 8, weights  # what it had trained when it rested
+    make = runpy.run_path(str(tmp_path / "island.py"), run_name="replayed")["island"]
+    assert fompi.islands.replay([tmp_path / "a.epochs"], make).islands == ("a", "b", "c")
 
 
 @pytest.mark.soak
