@@ -180,7 +180,7 @@ def _meet(epoch: Line, after: Sequence[Line], lives: dict[str, Life], make: Call
     for name, role, _, steps, _ in of_all:
         if role == HERE and (name not in lives or lives[name].copies.steps > steps == 0):
             if steps > 0:
-                raise LayoutError(f"the logs lack the start of {name!r}, before epoch {epoch['epoch']}")
+                raise LayoutError(f"the logs lack what {name!r} did before epoch {epoch['epoch']}: give its own")
             lives[name] = make(name)
     for name, role, applied, steps, lacks in of_all:
         if role == HERE or not _has_come(name, epoch, after):

@@ -139,7 +139,7 @@ def test_the_example(tmp_path, monkeypatch):
     def start(name, steps):
         with (tmp_path / name).open("ab") as lines:
             command = [sys.executable, EXAMPLE, server.address, name, str(steps)]
-            islands.append(subprocess.Popen(command, stdout=lines, stderr=lines))
+            islands.append(subprocess.Popen(command, stdout=lines, stderr=lines, cwd=tmp_path))
         return islands[-1]
 
     def wait_for(name, words, seconds=40):
@@ -152,6 +152,7 @@ def test_the_example(tmp_path, monkeypatch):
     with Server() as server:
         try:
             start("a", 1000000)
+            wait_for("a", "1 islands")
             victim = start("b", 1000000)
             wait_for("a", "2 islands")
             victim.kill()
@@ -160,10 +161,17 @@ def test_the_example(tmp_path, monkeypatch):
             start("b", 1000000)
             wait_for("a", "2 islands")
             assert "b: step" in wait_for("b", "2 islands")
+            (tmp_path / "a").write_text("")
+            wait_for("a", "2 islands")
         finally:
             for island in islands:
                 island.kill()
                 island.wait()
+    lines = [line for _, line in lines_of(tmp_path / "a.epochs")]
+    assert [0, 1] in [line["lacks"] for line in lines if line["kind"] == "epoch"]  # b has got the moments of a
+    command = [sys.executable, "-m", "fompi", "islands", "replay", "a.epochs", f"{EXAMPLE}:island"]
+    done = job.run(command, 60, cwd=tmp_path)
+    assert "of a, b: the same bits" in done.stdout, done.output
 
 
 ISLAND = textwrap.dedent("""
