@@ -180,6 +180,8 @@ def __getattr__(name: str) -> Any:
     """Import what few programs use at the first use of its name: some functions, and some packages."""
     if name in _LATE:
         return getattr(import_module(_LATE[name]), name)
-    if name in ("torch", "jax", "parallel", "members", "islands"):
+    if name in ("torch", "jax", "parallel", "members"):
         return import_module(f"fompi.{name}")
+    if name == "islands":
+        return import_module("fompi.parallel.islands")
     raise AttributeError(f"module 'fompi' has no attribute {name!r}")

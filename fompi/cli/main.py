@@ -69,13 +69,15 @@ COMMANDS = {
     "try": Command("fompi.bench.trial", "what overlap gains here for a shape of your own", on_ranks=True),
     "up": Command("fompi.cli.up", "look at machines over ssh, choose their network, start a job", runs_program=True),
     "members": Command("fompi.cli.members", "serve the store by which groups that come and go find each other"),
-    "islands": Command("fompi.cli.islands", "a run of islands again, from its log: the same bits"),
     "slurm": Command("fompi.cli.slurm", "print a job script for Slurm"),
     "bench": Command("fompi.bench.command", "benchmarks, for mpirun", on_ranks=True),
 }
 """The modules of the subcommands, by name. A module is imported only when its subcommand is used."""
 
-MOVED = {"check": "check is a tool of a checkout: python tools/check FILE"}
+MOVED = {
+    "check": "check is a tool of a checkout: python tools/check FILE",
+    "islands": "islands replay is a tool of a checkout: python tools/replay_islands.py LOG ... FILE.py:FUNCTION",
+}
 """Subcommands that the package does not have any more."""
 
 

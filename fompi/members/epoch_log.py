@@ -23,12 +23,11 @@ class EpochLog:
     """A log that is written."""
 
     def __init__(self, path: str, island: str):
-        before = Path(path).read_bytes() if Path(path).exists() else b""
-        whole = before[: before.rfind(b"\n") + 1]  # a killed island may have left a part of a line
-        self._check = _last_check(whole)
-        if whole != before:
-            Path(path).write_bytes(whole)
         self._path, self._island = Path(path), island
+        before = self._path.read_bytes() if self._path.exists() else b""
+        whole = before[: before.rfind(b"\n") + 1]  # a killed island may have left a part of a line
+        self._path.write_bytes(whole)
+        self._check = whole[:-1].rpartition(b"\n")[2].decode(errors="replace").partition(" ")[0]
 
     def write(self, line: dict[str, Any]) -> None:
         text = json.dumps({"island": self._island, **line})
@@ -39,10 +38,6 @@ class EpochLog:
 
 def _check(before: str, text: str) -> str:
     return sha256(f"{before} {text}".encode()).hexdigest()[:16]
-
-
-def _last_check(data: bytes) -> str:
-    return data.rpartition(b"\n")[0].rpartition(b"\n")[2][:16].decode(errors="replace")
 
 
 def lines_of(path: str) -> Iterator[tuple[str, dict[str, Any]]]:

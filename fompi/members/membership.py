@@ -21,7 +21,6 @@ import secrets
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from math import inf
 from threading import Condition, Event, RLock, Thread
 from time import monotonic
@@ -30,15 +29,7 @@ from urllib.parse import unquote, urlsplit
 
 from fompi.base import errors
 from fompi.base.doors import DOORS
-from fompi.base.errors import (
-    ArgumentError,
-    FompiError,
-    LaunchError,
-    MismatchError,
-    PeerError,
-    StateError,
-    WaitTimeout,
-)
+from fompi.base.errors import ArgumentError, FompiError, LaunchError, PeerError, StateError, WaitTimeout
 from fompi.base.layout import number
 from fompi.base.log import log
 from fompi.engine.communicator import Communicator, engine_of_process
@@ -149,10 +140,11 @@ class View(NamedTuple):
         behind = [name for name in self.waiting() if self.alive[name].known < self.newest()]
         return sorted(behind + [name for name, said in self.alive.items() if said.state == IN])
 
-    def first(self) -> tuple[str, str]:
-        """The one with as many ranks as all must have: the first of the last epoch that lives, else of all."""
+    def first(self) -> tuple[str, int]:
+        """The one with as many ranks as all must have, and how many: of the last epoch, if one lives, else of all."""
         here = [(name, said.handle) for name, said in sorted(self.alive.items()) if said.state != AWAY]
-        return next((member for member in [*self.epoch.members, *here] if member in here), ("", ""))
+        name, handle = next((member for member in [*self.epoch.members, *here] if member in here), ("", ""))
+        return name, len(handle.split())
 
     def has_ended(self) -> bool:
         """True if a member of the last epoch is at the door: so the others cannot go on in it."""
@@ -160,8 +152,7 @@ class View(NamedTuple):
 
     def following(self, least: int, is_patient: bool = True) -> Epoch | None:
         """The next epoch, if it may be proposed. Not patient: without those that are still in the last one."""
-        count = len(self.first()[1].split())
-        names = [name for name in self.waiting() if len(self.alive[name].handle.split()) == count]
+        names = [name for name in self.waiting() if len(self.alive[name].handle.split()) == self.first()[1]]
         awaited = [name for name in self.awaited() if is_patient or name in names]
         if awaited or len(names) < max(1, least):
             return None
@@ -172,10 +163,9 @@ class View(NamedTuple):
 
         One that is still in an earlier epoch, because it is slow, comes to the door by itself.
         """
-        listed = [(name, said) for name, said in self.alive.items() if said.state != AWAY]
-        slow = {(name, said.handle) for name, said in listed if said.state == IN and said.known < epoch.number}
-        here = {(name, said.handle) for name, said in listed}
-        return here - (slow - {*epoch.members}) != {*epoch.members}
+        here = {(name, said.handle): said for name, said in self.alive.items() if said.state != AWAY}
+        slow = {key for key, said in here.items() if said.state == IN and said.known < epoch.number}
+        return {*here} - slow | slow & {*epoch.members} != {*epoch.members}
 
 
 class Presence:
@@ -227,23 +217,6 @@ class Presence:
             self.store.compare_set(place, listing[place], json.dumps(following))
 
 
-class OneRank:
-    """The ranks of a member that is one process. One of several ranks is a `fompi.islands.Island`."""
-
-    rank, size = 0, 1
-
-    def told(self, text: str) -> str:
-        """What the first rank says, on all ranks."""
-        return text
-
-    def of_all(self, text: str) -> list[str]:
-        """What each rank says."""
-        return [text]
-
-    def close(self) -> None:
-        """Free what it has."""
-
-
 class Membership:
     """This process as a member of a group that has one epoch after the other.
 
@@ -267,7 +240,8 @@ class Membership:
     Raises LaunchError if there is no UCX, or the store refuses this process; WaitTimeout if the store does not answer.
     """
 
-    ranks: Any = OneRank()
+    rank, size = 0, 1
+    """Of this process among those of the member, which may be several (`fompi.islands.join`)."""
 
     def __init__(
         self,
@@ -295,7 +269,7 @@ class Membership:
         self._away = self._missed = ""  # of the store, of the last epoch: what an error says besides
         self._entered, self._door = 0, 0.0  # the last epoch; since when others are awaited for the next one
         self.log: EpochLog | None = None
-        handles = " ".join(self.ranks.of_all(epochs.handle()))
+        handles = " ".join(self.of_all(epochs.handle()))
         self._by_first_rank(lambda: self._open(handles, ttl, log))
 
     def _open(self, handles: str, ttl: float, log: str | None) -> None:
@@ -324,24 +298,26 @@ class Membership:
 
     def _by_first_rank(self, act: Callable[[], Any]) -> Any:
         """`act()` on the first rank of this member. All its ranks have the result, or raise the error."""
-        if self.ranks.size == 1:
+        if self.size == 1:
             return act()
-        result: Any = None
-        error: Exception | None = None
-        if self.ranks.rank == 0:
-            try:
-                result = act()
-            except Exception as refusal:
-                error = refusal
+        result, error = None, None
+        try:
+            result = act() if self.rank == 0 else None
+        except Exception as refusal:
+            error = refusal
         words = None if error is None else (type(error).__name__, str(error))
-        told, words = json.loads(self.ranks.told(json.dumps([result, words])))
+        told, words = json.loads(self.of_all(json.dumps([result, words]))[0])
         if words is not None:
             raise error or getattr(errors, words[0], LaunchError)(words[1])
         return told
 
+    def of_all(self, text: str) -> list[str]:
+        """What each rank of this member says."""
+        return [text]
+
     def on_any_rank(self, found: object) -> bool:
         """True if a rank of this member has found something. All its ranks call it."""
-        return any(self.ranks.of_all("x" if found else ""))
+        return any(self.of_all("x" if found else ""))
 
     @property
     def number(self) -> int:
@@ -399,12 +375,10 @@ class Membership:
                         continue
                     epoch = Epoch(found[0], found[1], tuple((name, handle) for name, handle in found[2]))
                     comm = self._met(epoch, end)
-                    if self.on_any_rank(comm is None):
-                        self._abort("does not meet all")
-                    state = DOOR if self._comm is None else IN
-                    self._by_first_rank(partial(self._say, state))
-                    if self._comm is not None:
-                        return self._comm
+                    if not self.on_any_rank(comm is None) and comm is not None:
+                        self._by_first_rank(lambda: self._say(IN))
+                        return comm
+                    self._abort("does not meet all")
                 except WaitTimeout:  # of the store, or of this call
                     self._abort("cannot reach the store")
                     if self._by_first_rank(lambda: monotonic() > end):
@@ -424,7 +398,7 @@ class Membership:
         assert self._presence is not None
         self._presence.say(DOOR)
         engine, seen, patience = engine_of_process(), None, inf if self.wait is None else self.wait / 2
-        pause = inf if self.ranks.size == 1 else monotonic() + SLICE_SECONDS
+        pause = inf if self.size == 1 else monotonic() + SLICE_SECONDS
         least = 1 if self.alone and self.epoch is not None else self.least
         while monotonic() < pause:
             if self._error is not None:
@@ -432,10 +406,9 @@ class Membership:
             listing, view = heard = self._heard
             if (epoch := self._presence.due(view)) is not None:
                 return epoch
-            first, handle = view.first()
-            if handle and len(handle.split()) != self.ranks.size:
-                count = len(handle.split())
-                raise MismatchError(f"{self.name!r} has {self.ranks.size} ranks, but {first!r} has {count}")
+            first, size = view.first()
+            if size not in (0, self.size):
+                raise errors.MismatchError(f"{self.name!r} has {self.size} ranks, but {first!r} has {size}")
             if not view.has_ended():
                 self._door = monotonic()
             is_patient = monotonic() < self._door + patience
@@ -457,8 +430,8 @@ class Membership:
 
     def _met(self, epoch: Epoch, end: float) -> Communicator | None:
         """The Communicator of `epoch`. None: a member did not come, or is lost."""
-        rank, self._entered = self.ranks.rank, epoch.number
-        name = f"{epoch.number} of {self.group} ({epoch.mark})" + f", rank {rank} of each" * (self.ranks.size > 1)
+        rank, self._entered = self.rank, epoch.number
+        name = f"{epoch.number} of {self.group} ({epoch.mark})" + f", rank {rank} of each" * (self.size > 1)
         handles = [handle.split()[rank] for _, handle in epoch.members]
         try:
             self._comm = epochs.join(name, handles, max(0.0, min(MEET_SECONDS, end - monotonic())))
@@ -495,7 +468,6 @@ class Membership:
                 self._thread.join(self._presence.ttl)  # it may ask a store that is away
                 if self._store is not self._given:
                     self._store.close()
-            self.ranks.close()
 
     def __enter__(self) -> Membership:
         return self

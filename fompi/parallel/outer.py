@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from itertools import pairwise
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -289,18 +289,6 @@ def roles_of(table: Array, farthest: Array, ended: Array) -> list[str]:
     return roles
 
 
-class InnerState(Protocol):
-    """The state of an inner optimizer, which a late island takes over from another one if it has none."""
-
-    def is_fresh(self) -> bool: ...
-
-    def inner_state(self, changed: Mapping[str, Any]) -> list[Any]:
-        """Tensors, in copies. `changed`: what the program does not have yet."""
-
-    def take_inner(self, receive: Callable[[Any], Any]) -> None:
-        """Take over what `inner_state` has returned: `receive(like)` gives one after the other."""
-
-
 @dataclass
 class OuterExchange:
     """An exchange on its way: what this island adds, and the calls. `arrived`: the means, and the numbers."""
@@ -455,8 +443,8 @@ class OuterSteps(OuterCopies):
     on all islands, too.
 
     `comm` may be a `fompi.members.Membership` (`fompi.islands.join`): then islands come and go. Those that are left do
-    an exchange that has failed again, from the same differences. A late one gets the outer copies (`received`), and
-    with `inner` (`InnerState`) the state of the inner optimizer. What a slow one has trained counts in the next one.
+    an exchange that has failed again, from the same differences. A late one gets the outer copies (`received`), and the
+    state of an optimizer by `inner` (`fompi.torch.outer.TrainedModule`). What a slow one has trained is not lost.
 
     Making one is collective. Raises MismatchError on all ranks if they differ in names, forms, fragments or options;
     and in the first `step`, if the islands begin with different parameters or at different steps.
@@ -471,7 +459,7 @@ class OuterSteps(OuterCopies):
         try:
             own = {name: options.pop(name) for name in OPTIONS if name in options}
             self._on_exchange, own_text = own.pop("on_exchange", None), own.pop("compared", "")
-            self._inner: InnerState | None = own.pop("inner", None)
+            self._inner: Any = own.pop("inner", None)
             super().__init__(params, **own)
             dtypes = [row.dtype for row in self.all_rows]
             carrier = carrying("OuterSteps", comm, options, dtypes, [*OPTIONS, "wire", "feedback"])
@@ -741,20 +729,20 @@ class OuterSteps(OuterCopies):
         if self._membership is None:  # else islands may be some steps apart
             words += detail("steps", self.steps)
             words += detail("on its way", flight and f"fragment {flight.fragment} after step {flight.step}")
-        names = [f"{kind} of {name!r}" for kind, name, _ in self._shared_parts()]
-        for name, bits_of_it in zip(names, bits, strict=True):
+        for (name, _), bits_of_it in zip(self._shared_parts(), bits, strict=True):
             words += detail(name, "", int(bits_of_it))
         agree(self.comm, f"the first outer step: all islands begin with the same parameters{words}")
         self._is_compared = True
 
     def _sums_of_bits(self) -> list[int]:
         """A number for each part of what islands share, by which they compare it."""
-        return [zlib.crc32(array.tobytes()) for _, _, array in self._shared_parts()]
+        return [zlib.crc32(array.tobytes()) for _, array in self._shared_parts()]
 
-    def _shared_parts(self) -> list[tuple[str, str, Array]]:
-        """Kind, name and elements of what is the same on all islands."""
-        shared = ("outer", "momentum") if self._membership is not None else ("outer", "momentum", "mean")
-        return [(kind, name, x) for kind, named in self._kept().items() for name, x in named.items() if kind in shared]
+    def _shared_parts(self) -> list[tuple[str, Array]]:
+        """What is the same on all islands: what it is, and its elements."""
+        own = ("feedback",) if self._membership is None else ("feedback", "mean")
+        kept = {kind: named for kind, named in self._kept().items() if kind not in own}
+        return [(f"{kind} of {name!r}", x) for kind, named in kept.items() for name, x in named.items()]
 
     # ------------------------------------------------------------------------------------------------- its state
     def _kept(self) -> dict[str, dict[str, Array]]:

@@ -86,14 +86,6 @@ def _local(held: torch.Tensor) -> torch.Tensor:
     return held.to_local() if hasattr(held, "to_local") else held
 
 
-class ReplayedModule(TrainedModule):
-    """A `TrainedModule` with the inner steps of an island (`fompi.islands.replay`)."""
-
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, step: Callable[[], object]):
-        super().__init__(model, optimizer)
-        self.step = step
-
-
 class DiLoCo(TrainedModule):
     """theta = alpha theta + (1 - alpha) outer, where outer -= outer_lr (D + outer_momentum v), v = D + outer_momentum v
 

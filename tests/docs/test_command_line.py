@@ -184,6 +184,7 @@ WRONG = {
 }
 MISSPELT = {
     "check allreduce.xml": "check is a tool of a checkout: python tools/check FILE",
+    "islands replay a.log": "islands replay is a tool of a checkout: python tools/replay_islands.py LOG",
     "paln": "invalid choice: 'paln'",
     "--json": "the following arguments are required: COMMAND",
     "plan all_gathr 64x4 --ranks 4": "invalid choice: 'all_gathr'",

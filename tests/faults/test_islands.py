@@ -19,15 +19,16 @@ from pathlib import Path
 import job
 import numpy as np
 import pytest
+from replay_islands import replay
 
-import fompi
 from fompi.base.errors import LayoutError, MismatchError
 from fompi.members import Server
 from fompi.members.epoch_log import lines_of
 
 pytestmark = pytest.mark.one_mpi
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "islands.py"
+ROOT = Path(__file__).parents[2]
+EXAMPLE, REPLAY = ROOT / "examples" / "islands.py", ROOT / "tools" / "replay_islands.py"
 
 PROGRAM = textwrap.dedent("""
     import json, os, signal, subprocess, sys, time
@@ -118,18 +119,19 @@ def island(name):
 def replayed(folder):
     """The log of one island gives the same bits, and so do those of all. A log that was changed is refused."""
     logs = [folder / f"{name}.epochs" for name in "abc"]
-    done = fompi.islands.replay(logs[:1], island)
+    done = replay(logs[:1], island)
     assert done.exchanges == 119 and done.islands == ("a", "b", "c") and done.epochs > 2
-    assert fompi.islands.replay(logs, island) == done
+    assert replay(logs, island) == done
     with pytest.raises(MismatchError, match=r"exchange \d+ \(fragment . after step \d+, epoch \d+\): .* in the log"):
-        fompi.islands.replay(logs, lambda name: island("a"))
+        replay(logs, lambda name: island("a"))
     whole = logs[1].read_bytes()
     for at in (len(whole) // 2, 20, len(whole) - 3):  # one bit of a line, of its number, of the last line
         logs[1].write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         with pytest.raises(LayoutError, match=r"b.epochs, line \d+: it is not as it was written"):
-            fompi.islands.replay(logs, island)
+            replay(logs, island)
 
 
+@pytest.mark.timeout(150)
 @pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 def test_the_example(tmp_path, monkeypatch):
     monkeypatch.setenv("FOMPI_MEMBERS_TOKEN", "0123456789abcdef" * 3)
@@ -169,7 +171,7 @@ def test_the_example(tmp_path, monkeypatch):
                 island.wait()
     lines = [line for _, line in lines_of(tmp_path / "a.epochs")]
     assert [0, 1] in [line["lacks"] for line in lines if line["kind"] == "epoch"]  # b has got the moments of a
-    command = [sys.executable, "-m", "fompi", "islands", "replay", "a.epochs", f"{EXAMPLE}:island"]
+    command = [sys.executable, REPLAY, "a.epochs", f"{EXAMPLE}:island"]
     done = job.run(command, 60, cwd=tmp_path)
     assert "of a, b: the same bits" in done.stdout, done.output
 
@@ -212,6 +214,7 @@ ISLAND = textwrap.dedent("""
 """)
 
 
+@pytest.mark.timeout(120)
 def test_islands_of_two_ranks(tmp_path, monkeypatch):
     """Jobs of mpirun, one of which is killed and comes again. One of three ranks is refused on all of them."""
     monkeypatch.setenv("FOMPI_MEMBERS_TOKEN", "0123456789abcdef" * 3)
@@ -252,9 +255,10 @@ def test_islands_of_two_ranks(tmp_path, monkeypatch):
     roles = [line.get("roles") for _, line in lines_of(tmp_path / "a.epochs")]
     assert ["here", "here"] in roles and ["here"] in roles and ["here", "new"] in roles
     make = runpy.run_path(str(tmp_path / "island.py"), run_name="replayed")["island"]
-    assert fompi.islands.replay([tmp_path / "a.epochs"], make).islands == ("a", "b")
+    assert replay([tmp_path / "a.epochs"], make).islands == ("a", "b")
 
 
+@pytest.mark.timeout(120)
 def test_a_slow_island(tmp_path, monkeypatch):
     """The others wait for it so long as they are asked, and what it has trained counts by its rows in the next one."""
     monkeypatch.setenv("FOMPI_MEMBERS_TOKEN", "0123456789abcdef" * 3)
@@ -281,7 +285,7 @@ def test_a_slow_island(tmp_path, monkeypatch):
     again = next(i for i, each in enumerate(weights) if len(each) == 3 and len(weights[i - 1]) == 2)
     assert weights[again][2] > 8 or weights[again + 1][2] > 8, weights  # what it had trained when it rested
     make = runpy.run_path(str(tmp_path / "island.py"), run_name="replayed")["island"]
-    assert fompi.islands.replay([tmp_path / "a.epochs"], make).islands == ("a", "b", "c")
+    assert replay([tmp_path / "a.epochs"], make).islands == ("a", "b", "c")
 
 
 @pytest.mark.soak

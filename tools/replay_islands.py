@@ -1,7 +1,13 @@
-"""A run of islands again, in one process, from the log of its epochs: the same bits, or the first difference."""
+"""A run of islands again, in one process, from the log of its epochs: the same bits, or the first difference.
+
+python tools/replay_islands.py a.log b.log examples/islands.py:island
+"""
 
 from __future__ import annotations
 
+import argparse
+import runpy
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -11,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fompi.backends.wires import Feedback, carry
-from fompi.base.errors import LayoutError, MismatchError
+from fompi.base.errors import FompiError, LayoutError, MismatchError
 from fompi.base.layout import offsets, split
 from fompi.members.epoch_log import lines_of
 from fompi.parallel.outer import HERE, NEW, OF_RULE, SLOW, OuterCopies, OuterExchange
@@ -47,13 +53,19 @@ class HeldArrays:
         self.params = dict(self._inner(self.params))
 
 
+def _module(model: Any, optimizer: Any, step: Callable[[], object]) -> Any:
+    """The same of a module of torch: step()."""
+    made = import_module("fompi.torch.outer").TrainedModule(model, optimizer)
+    made.step = step
+    return made
+
+
 class Life:
     """An island from its start, or from its start again, on. `steps`: how many of its inner steps were made."""
 
     def __init__(self, name: str, made: Sequence[Any], outer: Line):
         self.name, self._outer = name, outer
-        of_torch = len(made) == 3  # model, optimizer, inner
-        self.held: Any = import_module("fompi.torch.outer").ReplayedModule(*made) if of_torch else HeldArrays(*made)
+        self.held: Any = HeldArrays(*made) if len(made) == 2 else _module(*made)
         forms = outer["parameters"]
         try:
             params = {name: self.held.get(name) for name in forms}
@@ -122,7 +134,7 @@ class Life:
 def replay(logs: Sequence[str], make: Callable[[str], Sequence[Any]]) -> Replayed:
     """Repeat a run of islands in this process, and compare the outer copies after each exchange. Returns what it did.
 
-        fompi.islands.replay(["a.log", "b.log"], island)        # `fompi islands replay a.log b.log train.py:island`
+        replay(["a.log", "b.log"], island)
 
     `logs`: the files of `fompi.islands.join(log=...)`. That of one island is enough if it was in all exchanges.
     `make(name)`: one island as it starts: `(model, optimizer, inner)` of torch, where `inner()` makes an inner step; or
@@ -244,3 +256,24 @@ def _sum(wire: str, terms: Sequence[Array]) -> Array:
         carry(wire, whole, "float32", [0, whole.size])
         total[part] = whole
     return total
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="a run of islands again, in this process: the same bits")
+    parser.add_argument("logs", nargs="+", metavar="LOG", help="what fompi.islands.join(log=...) has written")
+    parser.add_argument("program", metavar="FILE.py:FUNCTION", help="it makes one island, from its name")
+    options = parser.parse_args()
+    path, _, name = options.program.rpartition(":")
+    try:
+        done = replay(options.logs, runpy.run_path(path, run_name="replayed")[name])
+    except (FompiError, OSError, KeyError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    what = f"{done.exchanges} exchanges in {done.epochs} epochs of {', '.join(done.islands)}"
+    print(f"{what}: the same bits, sha256 {done.sha256}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
