@@ -40,6 +40,7 @@ from fompi.members.served import ServedStore
 from fompi.members.stores import SECONDS, Listing, MembersStore, TorchStore
 from fompi.mpi import launcher
 from fompi.mpi.epoch import Handle
+from fompi.mpi.link import ANSWER_SECONDS
 
 TTL_SECONDS, MEET_SECONDS, PAUSE_SECONDS, SLICE_SECONDS = 5.0, 15.0, 0.02, 1.0
 """How long a member counts as alive that says nothing; how long members try to meet in an epoch; between two looks;
@@ -443,7 +444,7 @@ class Membership:
             log.warning("%s goes on with %d of at least %d", self.name, len(epoch.members), self.least)
         self.epoch, self._missed = epoch, ""
         if self.wait is not None:
-            self._comm.channel.timeout = self.wait / 2
+            self._comm.channel.timeout = max(self.wait / 4, self.wait / 2 - ANSWER_SECONDS)
         return self._comm
 
     def _abort(self, why: str) -> None:
