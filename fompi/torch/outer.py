@@ -77,7 +77,8 @@ class TrainedModule:
                 value = receive(torch.empty(0))
                 value = value.to(parameter.device) if value.ndim else value
                 if hasattr(parameter, "to_local") and value.ndim:
-                    value = type(parameter.data).from_local(value, parameter.device_mesh, parameter.placements)
+                    form = {"shape": parameter.shape, "stride": parameter.stride()}  # parts may be uneven
+                    value = type(parameter.data).from_local(value, parameter.device_mesh, parameter.placements, **form)
             self.optimizer.state[parameter][key] = value
 
 
