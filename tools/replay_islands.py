@@ -29,7 +29,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a replay has done: how many epochs and exchanges, of which islands. `sha256`: of the last outer copies."""
+    """What a replay has done: how many epochs and exchanges, of which islands. `sha256`: of the last exchange."""
 
     epochs: int
     exchanges: int
@@ -103,7 +103,7 @@ class Life:
             return
         (flight, means, line), self.pending = self.pending, None
         self.held.take(self.copies.outer_step(flight, means, self.held.get))
-        if (found := self.copies.sha256()) != line["sha256"]:
+        if (found := self.copies.sha256(flight.fragment)) != line["sha256"]:
             raise MismatchError(
                 f"exchange {line['exchange']} (fragment {line['fragment']} after step {line['step']}, epoch "
                 f"{line['epoch']}): the outer copies have the sha256 {line['sha256'][:16]}... in the log, and "
@@ -114,9 +114,7 @@ class Life:
         """What it adds to an exchange."""
         step = line["step"]
         if weight == 0:
-            idle = self.copies.idle(step)
-            assert idle is not None
-            return idle
+            return self.copies.idle(step)
         self.run(step)
         if self.flight is None or self.flight.step != step or self.flight.fragment != line["fragment"]:
             raise LayoutError(f"exchange {line['exchange']}: {self.name!r} was at step {self.copies.steps} by then")

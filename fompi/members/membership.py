@@ -268,7 +268,7 @@ class Membership:
         self._heard: tuple[Listing, View] = {}, View(Epoch(), {})
         self._error: BaseException | None = None
         self._away = self._missed = ""  # of the store, of the last epoch: what an error says besides
-        self._entered, self._door = 0, 0.0  # the last epoch; since when others are awaited for the next one
+        self.number, self._door = 0, 0.0  # of the last epoch; since when others are awaited for the next one
         self.log: EpochLog | None = None
         handles = " ".join(self.of_all(epochs.handle()))
         self._by_first_rank(lambda: self._open(handles, ttl, log))
@@ -319,11 +319,6 @@ class Membership:
     def on_any_rank(self, found: object) -> bool:
         """True if a rank of this member has found something. All its ranks call it."""
         return any(self.of_all("x" if found else ""))
-
-    @property
-    def number(self) -> int:
-        """That of the last epoch; 0 before the first one."""
-        return 0 if self.epoch is None else self.epoch.number
 
     @property
     def names(self) -> list[str]:
@@ -392,7 +387,7 @@ class Membership:
 
     def _say(self, state: str) -> None:
         if self._presence is not None:
-            self._presence.say(state, self._entered)
+            self._presence.say(state, self.number)
 
     def _next(self, end: float, seconds: float) -> Epoch | None:
         """The epoch that this member is to enter. None: not yet, which its other ranks should hear."""
@@ -431,7 +426,7 @@ class Membership:
 
     def _met(self, epoch: Epoch, end: float) -> Communicator | None:
         """The Communicator of `epoch`. None: a member did not come, or is lost."""
-        rank, self._entered = self.rank, epoch.number
+        rank, self.number = self.rank, epoch.number
         name = f"{epoch.number} of {self.group} ({epoch.mark})" + f", rank {rank} of each" * (self.size > 1)
         handles = [handle.split()[rank] for _, handle in epoch.members]
         try:

@@ -354,23 +354,26 @@ class OuterCopies:
         """What travels in the next exchange of a fragment, of which some were applied."""
         return [row for row in self.rows[p] if (applied[p] + 1) % row.period == 0]
 
-    def left(self, get: Callable[[str], Any]) -> OuterExchange:
-        """The exchange that begins after this step, with what this island adds to it."""
-        p = self.schedule.begins(self.steps)
+    def exchange(self, step: int) -> OuterExchange:
+        """The exchange that begins after this step, without what this island adds to it."""
+        p = self.schedule.begins(step)
         assert p is not None
-        flight = OuterExchange(self.steps, p, self._rows_now(p, self._applied))
+        return OuterExchange(step, p, self._rows_now(p, self._applied))
+
+    def left(self, get: Callable[[str], Any]) -> OuterExchange:
+        """The exchange that begins now, with what this island adds to it."""
+        flight = self.exchange(self.steps)
         flight.terms = [row.term(row.borrowed(get)) for row in flight.rows]
         if self.weights == "rows":
-            flight.weight, self._trained[p] = self._trained[p], 0
+            flight.weight, self._trained[flight.fragment] = self._trained[flight.fragment], 0
             flight.terms = [term * term.dtype.type(flight.weight) for term in flight.terms]
         return flight
 
-    def idle(self, step: int) -> OuterExchange | None:
+    def idle(self, step: int) -> OuterExchange:
         """The exchange after this step, to which this island comes too late to add something."""
-        if (p := self.schedule.begins(step)) is None:
-            return None
-        rows = self._rows_now(p, self._applied)
-        return OuterExchange(step, p, rows, [np.zeros(row.size, row.dtype) for row in rows], weight=0)
+        flight = self.exchange(step)
+        flight.weight, flight.terms = 0, [np.zeros(row.size, row.dtype) for row in flight.rows]
+        return flight
 
     def outer_step(self, flight: OuterExchange, means: Sequence[Array], get: Callable[[str], Any]) -> dict[str, Any]:
         """The outer step with these means. Returns the new tensors."""
@@ -387,9 +390,10 @@ class OuterCopies:
         """What is the same on all islands: outer copies and momentum."""
         return [array for row in self.all_rows for kind, array in row.kept.items() if kind != "feedback"]
 
-    def sha256(self) -> str:
-        """Of outer copies and momentum."""
-        return sha256(b"".join(array.tobytes() for array in self.shared())).hexdigest()
+    def sha256(self, fragment: int) -> str:
+        """Of the outer copies and the momentum of a fragment."""
+        kept = [array for row in self.rows[fragment] for kind, array in row.kept.items() if kind != "feedback"]
+        return sha256(b"".join(array.tobytes() for array in kept)).hexdigest()
 
     def take_over(self, shared: Sequence[Array], applied: Sequence[int], keeps: bool) -> None:
         """The outer copies and the momentum of another island. `keeps`: what this one has trained counts from there."""
@@ -472,17 +476,18 @@ class OuterSteps(OuterCopies):
         except Exception as refusal:
             error = refusal
         self.closed = self._is_compared = False
+        self._role = HERE  # in the last meeting
         self._late = 0  # the step of the exchange to which this island came too late to add to it
         self._ended = [0] * MOST_MISSED  # the epochs in which the last exchanges have come to their end
         self._given: list[tuple[Any, Array]] = []  # what travels to islands that came late
         self._changed: dict[str, Any] = {}  # by the exchange that is applied now
-        if self._membership is not None and error is None:
-            words = {"parameters": self.forms, "weights": self.weights, "how": self._how}
-            self._membership.note("outer", **asdict(self.schedule), **asdict(self.rule), **words)
         if self._membership is None:
             self._enter(given, error)
-        else:
-            self._meet(given, error)
+            return
+        if error is None:
+            words = {"parameters": self.forms, "weights": self.weights, "how": self._how}
+            self._membership.note("outer", **asdict(self.schedule), **asdict(self.rule), **words)
+        self._meet(given, error)
 
     def _enter(self, given: Communicator, error: Exception | None = None) -> None:
         """The islands are those of `given` from now on. Collective."""
@@ -509,11 +514,14 @@ class OuterSteps(OuterCopies):
             if not self._membership.on_any_rank(lost):
                 return
 
-    def _reliably(self, act: Callable[[], object]) -> None:
-        """`act()`. If an island is lost, those that are left meet in the next epoch, and do it again."""
+    def _reliably(self, act: Callable[[], object]) -> bool:
+        """`act()`. If an island is lost, those that are left meet in the next epoch, and do it again.
+
+        False: others have done it by then, and this island has taken over what came of it.
+        """
         if self._membership is None:
             act()
-            return
+            return True
         while True:
             lost: Exception | None = None
             try:
@@ -521,10 +529,12 @@ class OuterSteps(OuterCopies):
             except (PeerError, WaitTimeout) as error:
                 lost = error
             if not self._membership.on_any_rank(lost):
-                return
+                return True
             if self._flight is not None:  # another rank of this island lacks it
                 self._flight.arrived = None
             self._meet()
+            if self._role != HERE:
+                return False
 
     def _stop(self) -> None:
         """The calls of the exchange on its way have ended, or will not. What it adds is kept."""
@@ -550,31 +560,30 @@ class OuterSteps(OuterCopies):
         known = np.asarray(broadcast(known, root=root, comm=self.comm))
         applied, ended, bits = np.split(known, [len(self._applied), len(self._applied) + MOST_MISSED])
         roles = roles_of(table, table[root], ended)
-        role, now = roles[self.comm.rank], int(table[root, 2])  # `now`: the exchange that is on its way
+        role = self._role = roles[self.comm.rank]
+        now = int(table[root, 2])  # the exchange that is on its way
         self._compare(None if role == HERE else (applied, bits))
-        takers = [rank for rank, role in enumerate(roles) if role != HERE]
         start = int(table[root, 1])
-        if self.schedule.begins(now) is not None:
+        if now:
             start = min(start, now + self.schedule.delay - 1)  # its next step may apply it
         if self.comm.rank == root:
-            for rank in takers:
+            for rank in [rank for rank, other in enumerate(roles) if other != HERE]:
                 self._give(rank, bool(table[rank, 5]))
         elif role != HERE:
             shared = [np.asarray(recv(root, comm=self.comm)) for _ in self.shared()]
             self.take_over(shared, applied.tolist(), keeps=role == SLOW)
-            if self._inner is not None and lacks:
+            if lacks:
                 self._inner.take_inner(lambda like: recv(root, like=like, comm=self.comm))
             self._ended = ended.tolist()
         if role in (NEW, SLOW):
-            self.steps, self._late, self._flight = start, now, self.idle(now)
-        of_all = {"applied": table[:, 0], "steps": table[:, 1], "lacks": table[:, 5]}
-        numbers = {key: column.tolist() for key, column in of_all.items()}
-        membership.note("epoch", islands=membership.names, roles=roles, root=root, start=start, **numbers)
+            self.steps, self._late, self._flight = start, now, self.idle(now) if now else None
+        of_all = dict(zip(("applied", "steps", "lacks"), table[:, [0, 1, 5]].T.tolist(), strict=True))
+        membership.note("epoch", islands=membership.names, roles=roles, root=root, start=start, **of_all)
 
     def _give(self, rank: int, with_inner: bool) -> None:
         """Send this island what it lacks, as it is now, while this one goes on."""
         held = [array.copy() for array in self.shared()]
-        if with_inner and self._inner is not None:
+        if with_inner:
             held += self._inner.inner_state(self._changed)
         self._given += [(send.start(array, rank, comm=self.comm), array) for array in held]
 
@@ -600,21 +609,19 @@ class OuterSteps(OuterCopies):
         is_on_its_way = self._flight is not None and self._flight.step == step
         if self.schedule.begins(step) is not None and not is_on_its_way:
             self._begin(get)
+        goes_on, changed = True, dict[str, Any]()
         if self._flight is not None and not self._flight.calls and self._flight.arrived is None:
-            self._reliably(self._send)
-        changed: dict[str, Any] = {}
-        if self.steps == step and self.schedule.applies(step) is not None:  # else others were faster, and it is theirs
+            goes_on = self._reliably(self._send)
+        if goes_on and self.schedule.applies(step) is not None:
             changed = self._apply(get)
-        return {**self.received(get), **changed}
+        return changed | self.received(lambda name: changed[name] if name in changed else get(name))
 
     def _begin(self, get: Callable[[str], Any]) -> None:
         """The fragment of this step leaves."""
         try:
             self._flight = self.left(get)
         except Exception as error:
-            p = self.schedule.begins(self.steps)
-            assert p is not None
-            flight = OuterExchange(self.steps, p, self._rows_now(p, self._applied))
+            flight = self.exchange(self.steps)
             self._refuse(self._in_words(flight), error, len(flight.rows))
             raise
 
@@ -627,10 +634,8 @@ class OuterSteps(OuterCopies):
         flight = self._flight
         if flight is None or flight.calls or flight.arrived is not None:
             return
-        text, flight.sent = (
-            self._in_words(flight),
-            [row.sent(x) for row, x in zip(flight.rows, flight.terms, strict=True)],
-        )
+        text = self._in_words(flight)
+        flight.sent = [row.sent(x) for row, x in zip(flight.rows, flight.terms, strict=True)]
         op = "mean" if self._membership is None and self.weights == "islands" else "sum"
         flight.calls = [
             start_with(all_reduce, text, x, dtype=row.dtype, op=op, comm=row.sums)
@@ -650,12 +655,10 @@ class OuterSteps(OuterCopies):
 
     def _apply(self, get: Callable[[str], Any]) -> dict[str, Any]:
         """The outer step with what has travelled."""
-        self._reliably(self._receive)
-        flight = self._flight
-        if flight is None or flight.arrived is None:  # others have ended it, and this one has what came of it
+        flight = self._arrived()
+        if flight is None or flight.arrived is None:
             return {}
-        self._flight = None
-        means, numbers = flight.arrived
+        self._flight, (means, numbers) = None, flight.arrived
         self._changed = self.outer_step(flight, means, get)
         if self._on_exchange is not None:
             self._on_exchange(numbers)
@@ -671,9 +674,17 @@ class OuterSteps(OuterCopies):
         if membership.log is not None:
             weights, here = flight.vote.result[:, 0].tolist(), {"bytes": numbers.nbytes}
             known = {"step": flight.step, "fragment": flight.fragment, "exchange": sum(self._applied)}
-            membership.note("exchange", **known, weights=weights, sha256=self.sha256(), here=here)
+            membership.note("exchange", **known, weights=weights, sha256=self.sha256(flight.fragment), here=here)
         if membership.on_any_rank(flight.vote.result[:, 1].any()):  # only the first rank of an island sees who is here
             self._meet()
+
+    def _arrived(self) -> OuterExchange | None:
+        """The exchange on its way, once it is here on all ranks of this island. None: there is none."""
+        flight = self._flight if self._reliably(self._receive) else None
+        for row in [] if flight is None else flight.rows:
+            if row.feedback is not None:
+                row.feedback.keep()
+        return flight
 
     def _receive(self) -> None:
         """Wait for an exchange on its way: the means, and the numbers. If that fails, the exchange is left out."""
@@ -692,9 +703,6 @@ class OuterSteps(OuterCopies):
         if flight.vote is not None:
             means = [mean / mean.dtype.type(max(1, sum(weights))) for mean in means]
         exposed = perf_counter() - begun
-        for row in flight.rows:
-            if row.feedback is not None:
-                row.feedback.keep()
         own = [x / x.dtype.type(max(1, flight.weight)) for x in flight.sent]
         pairs = [(x, m) for row, x, m in zip(flight.rows, own, means, strict=True) if row.outer is not None]
         numbers = OuterNumbers(
@@ -765,7 +773,7 @@ class OuterSteps(OuterCopies):
         Each rank saves its own, with its parameters and the state of its inner optimizer: they differ between islands.
         """
         if self._flight is not None:
-            self._reliably(self._receive)
+            self._arrived()
         state: dict[str, Any] = {"steps": self.steps, "applied": [*self._applied]}
         if self.weights == "rows":
             state["trained"] = [*self._trained]

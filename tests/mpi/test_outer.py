@@ -351,7 +351,7 @@ MUTANTS = {
     "the mean on its way is forgotten": ("OuterSteps.load_state_dict", "= flight,", "= None,"),
     "what was lost is forgotten after a resume": ("OuterSteps.load_state_dict", "= array",
         '= array * (kind != "feedback")'),
-    "what was lost is never given back": ("OuterSteps._receive", "row.feedback.keep()", "row.feedback.forget()"),
+    "what was lost is never given back": ("OuterSteps._arrived", "row.feedback.keep()", "row.feedback.forget()"),
 }  # fmt: skip
 
 
