@@ -131,7 +131,7 @@ def replayed(folder):
             replay(logs, island)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 def test_the_example(tmp_path, monkeypatch):
     monkeypatch.setenv("FOMPI_MEMBERS_TOKEN", "0123456789abcdef" * 3)
@@ -144,7 +144,7 @@ def test_the_example(tmp_path, monkeypatch):
             islands.append(subprocess.Popen(command, stdout=lines, stderr=lines, cwd=tmp_path))
         return islands[-1]
 
-    def wait_for(name, words, seconds=60):
+    def wait_for(name, words, seconds=100):
         end = time.monotonic() + seconds
         while words not in (text := (tmp_path / name).read_text()):
             assert time.monotonic() < end, text
@@ -172,7 +172,7 @@ def test_the_example(tmp_path, monkeypatch):
     lines = [line for _, line in lines_of(tmp_path / "a.epochs")]
     assert [0, 1] in [line["lacks"] for line in lines if line["kind"] == "epoch"]  # b has got the moments of a
     command = [sys.executable, REPLAY, "a.epochs", f"{EXAMPLE}:island"]
-    done = job.run(command, 60, cwd=tmp_path)
+    done = job.run(command, 150, cwd=tmp_path)
     assert "of a, b: the same bits" in done.stdout, done.output
 
 
