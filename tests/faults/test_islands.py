@@ -326,6 +326,6 @@ def test_islands_are_killed_again_and_again(tmp_path, monkeypatch):
                 island.kill()
                 island.wait()
     assert "MismatchError" not in (tmp_path / "said").read_text()
-    command = [sys.executable, REPLAY, "a.epochs", "island.py:island"]
+    command = [sys.executable, REPLAY, *(f"{name}.epochs" for name in "abc"), "island.py:island"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert "of a, b, c: the same bits" in done.stdout, done
