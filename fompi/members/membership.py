@@ -392,7 +392,7 @@ class Membership:
     def _next(self, end: float, seconds: float) -> Epoch | None:
         """The epoch that this member is to enter. None: not yet, which its other ranks should hear."""
         assert self._presence is not None
-        self._presence.say(DOOR)
+        self._presence.say(DOOR, self.number)  # one that it could not enter is over, too
         engine, seen, patience = engine_of_process(), None, inf if self.wait is None else self.wait / 2
         pause = inf if self.size == 1 else monotonic() + SLICE_SECONDS
         least = 1 if self.alone and self.epoch is not None else self.least
