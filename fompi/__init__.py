@@ -155,7 +155,7 @@ frames.install()
 say_if_missing()
 
 
-_PACKAGES = ("torch", "jax", "parallel", "members", "plans", "model", "traces")
+_PACKAGES = ("torch", "jax", "parallel", "members", "islands", "plans", "model", "traces")
 """Packages with names that the documents use, besides the names of this module."""
 
 
@@ -182,4 +182,6 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_LATE[name]), name)
     if name in ("torch", "jax", "parallel", "members"):
         return import_module(f"fompi.{name}")
+    if name == "islands":
+        return import_module("fompi.parallel.islands")
     raise AttributeError(f"module 'fompi' has no attribute {name!r}")

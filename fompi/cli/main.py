@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from fompi.base.errors import FompiError, meant
 from fompi.base.version import __version__
+from fompi.cli import tools
 from fompi.cli.output import UsageError, first_rank_only, is_first_rank
 from fompi.mpi import environment
 
@@ -67,7 +68,7 @@ COMMANDS = {
     "up": Command("fompi.cli.up", "look at machines over ssh, choose their network, start a job", runs_program=True),
     "members": Command("fompi.cli.members", "serve the store by which groups that come and go find each other"),
     "slurm": Command("fompi.cli.slurm", "print a job script for Slurm"),
-    "bench": Command("fompi.cli.bench", "benchmarks, for mpirun (in a checkout)", on_ranks=True),
+    "bench": Command("fompi.cli.tools", "benchmarks, for mpirun (in a checkout)", on_ranks=True),
 }
 """The modules of the subcommands, by name. A module is imported only when its subcommand is used."""
 
@@ -91,6 +92,7 @@ def _run(arguments: list[str]) -> int:
         if not arguments and "_ARGCOMPLETE" not in os.environ:
             status = import_module(COMMANDS["info"].module).brief(program())
         else:
+            tools.run_script(arguments)
             parser, parsers = _parsers()
             if "_ARGCOMPLETE" in os.environ:
                 _complete(parser, parsers)

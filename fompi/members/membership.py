@@ -19,25 +19,32 @@ from __future__ import annotations
 import json
 import secrets
 import ssl
+from collections.abc import Callable
 from contextlib import suppress
+from math import inf
 from threading import Condition, Event, RLock, Thread
 from time import monotonic
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
+from fompi.base import errors
 from fompi.base.doors import DOORS
 from fompi.base.errors import ArgumentError, FompiError, LaunchError, PeerError, StateError, WaitTimeout
+from fompi.base.layout import number
 from fompi.base.log import log
 from fompi.engine.communicator import Communicator, engine_of_process
 from fompi.members import epochs
+from fompi.members.epoch_log import EpochLog
 from fompi.members.etcd import EtcdStore
 from fompi.members.served import ServedStore
 from fompi.members.stores import SECONDS, Listing, MembersStore, TorchStore
 from fompi.mpi import launcher
 from fompi.mpi.epoch import Handle
+from fompi.mpi.link import ANSWER_SECONDS
 
-TTL_SECONDS, MEET_SECONDS, PAUSE_SECONDS = 5.0, 15.0, 0.02
-"""How long a member counts as alive that says nothing; how long members try to meet in an epoch; between two looks."""
+TTL_SECONDS, MEET_SECONDS, PAUSE_SECONDS, SLICE_SECONDS = 5.0, 15.0, 0.02, 1.0
+"""How long a member counts as alive that says nothing; how long members try to meet in an epoch; between two looks;
+after which time the other ranks of a member hear that it still waits."""
 
 PORTS = {"fompi": 7777, "etcd": 2379, "etcds": 2379, "tcp": 29500}
 OF_TORCH = ("set", "get", "check", "compare_set", "add")
@@ -116,7 +123,7 @@ class View(NamedTuple):
                     epoch = Epoch(int(number), str(mark), tuple((str(name), str(handle)) for name, handle in members))
                 elif key.startswith(prefix):
                     handle, known, state = json.loads(data)
-                    Handle.of(handle)
+                    [Handle.of(text) for text in handle.split()]
                     alive[key.removeprefix(prefix)] = Spoken(handle, int(known), str(state))
             except (ValueError, TypeError, LaunchError) as error:
                 log.debug("%s says nothing of a member: %s", key, error)
@@ -134,17 +141,32 @@ class View(NamedTuple):
         behind = [name for name in self.waiting() if self.alive[name].known < self.newest()]
         return sorted(behind + [name for name, said in self.alive.items() if said.state == IN])
 
-    def following(self, least: int) -> Epoch | None:
-        """The next epoch, if it may be proposed."""
-        names = self.waiting()
-        if self.awaited() or len(names) < max(1, least):
+    def first(self) -> tuple[str, int]:
+        """The one with as many ranks as all must have, and how many: of the last epoch, if one lives, else of all."""
+        here = [(name, said.handle) for name, said in sorted(self.alive.items()) if said.state != AWAY]
+        name, handle = next((member for member in [*self.epoch.members, *here] if member in here), ("", ""))
+        return name, len(handle.split())
+
+    def has_ended(self) -> bool:
+        """True if a member of the last epoch is at the door: so the others cannot go on in it."""
+        return any((name, self.alive[name].handle) in self.epoch.members for name in self.waiting())
+
+    def following(self, least: int, is_patient: bool = True) -> Epoch | None:
+        """The next epoch, if it may be proposed. Not patient: without those that are still in the last one."""
+        names = [name for name in self.waiting() if len(self.alive[name].handle.split()) == self.first()[1]]
+        awaited = [name for name in self.awaited() if is_patient or name in names]
+        if awaited or len(names) < max(1, least):
             return None
         return Epoch(self.newest() + 1, secrets.token_hex(8), tuple((name, self.alive[name].handle) for name in names))
 
     def differs_from(self, epoch: Epoch) -> bool:
-        """True if a member of `epoch` is lost or away, or others are here: at the door, or in an epoch of their own."""
-        here = {(name, said.handle) for name, said in self.alive.items() if said.state != AWAY}
-        return here != {*epoch.members}
+        """True if a member of `epoch` is lost or away, or others are here: at the door, or in an epoch of their own.
+
+        One that is still in an earlier epoch, because it is slow, comes to the door by itself.
+        """
+        here = {(name, said.handle): said for name, said in self.alive.items() if said.state != AWAY}
+        slow = {key for key, said in here.items() if said.state == IN and said.known < epoch.number}
+        return {*here} - slow | slow & {*epoch.members} != {*epoch.members}
 
 
 class Presence:
@@ -184,10 +206,10 @@ class Presence:
         is_due = view.epoch.number > self._said.known and (self.name, self.handle) in view.epoch.members
         return view.epoch if is_due else None
 
-    def propose(self, listing: Listing, least: int) -> None:
+    def propose(self, listing: Listing, least: int, is_patient: bool) -> None:
         """Propose the next epoch, if it is the turn of this member, and nobody has since `listing`."""
         place, view = f"{self.group}/epoch", View.of(listing, self.group)
-        following = view.following(least)
+        following = view.following(least, is_patient)
         if self._said.state == DOOR and view.newest() > self._said.known and self.due(view) is None:
             self.say(known=view.newest())
         if place not in listing:  # the first one lists nobody: so each proposal has one before it, with a mark
@@ -212,30 +234,60 @@ class Membership:
     share a store. `ttl`: a member that says nothing for so many seconds is not in the next epoch; a thread says
     that this one is alive. `epoch`: the number and the members of the last `join()`; None before.
 
+    `wait`: seconds after which the others go on without a member that is alive, but slow: half of them in a call on the
+    epoch's Communicator, half of them in `join()`. None: the deadline of calls, and as long as it lives.
+    `alone`: after the first epoch fewer than `least` members make one, too. `log`: a file to which `note` writes.
+
     Raises LaunchError if there is no UCX, or the store refuses this process; WaitTimeout if the store does not answer.
     """
 
-    def __init__(self, store: Any, name: str, least: int = 1, group: str = "fompi", ttl: float = TTL_SECONDS):
-        self.name, self.group, self.least = str(name), group, least
+    rank, size = 0, 1
+    """Of this process among those of the member, which may be several (`fompi.islands.join`)."""
+
+    def __init__(
+        self,
+        store: Any,
+        name: str,
+        least: int = 1,
+        group: str = "fompi",
+        ttl: float = TTL_SECONDS,
+        *,
+        wait: float | None = None,
+        alone: bool = False,
+        log: str | None = None,
+    ):
+        if wait is not None and not (number(wait) or 0) > 0:
+            raise ArgumentError(f"wait={wait!r} must be a number of seconds above 0, or None")
+        self.name, self.group, self.least, self.wait, self.alone = str(name), group, least, wait, alone
         self.epoch: Epoch | None = None
         self._comm: Communicator | None = None
-        self._given, self._store = store, open_store(store)
-        self._presence = Presence(self._store, group, self.name, epochs.handle(), ttl)
+        self._given = store
+        self._store: MembersStore | None = None
+        self._presence: Presence | None = None  # of the first rank
         self._news, self._closing = Condition(), Event()
         self._heard: tuple[Listing, View] = {}, View(Epoch(), {})
         self._error: BaseException | None = None
         self._away = self._missed = ""  # of the store, of the last epoch: what an error says besides
-        self._thread = Thread(target=self._run, name=f"fompi member {name}", daemon=True)
+        self.number, self._door = 0, 0.0  # of the last epoch; since when others are awaited for the next one
+        self.log: EpochLog | None = None
+        handles = " ".join(self.of_all(epochs.handle()))
+        self._by_first_rank(lambda: self._open(handles, ttl, log))
+
+    def _open(self, handles: str, ttl: float, log: str | None) -> None:
+        self.log = EpochLog(log, self.name) if log is not None else None
+        self._store = open_store(self._given)
+        self._presence = Presence(self._store, self.group, self.name, handles, ttl)
+        self._thread = Thread(target=self._run, args=[self._presence], name=f"fompi member {self.name}", daemon=True)
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, presence: Presence) -> None:
         """Say that this member is alive, and listen."""
         while not self._closing.is_set() and self._error is None:
             try:
-                self._presence.say()
-                end = monotonic() + self._presence.ttl / 3
+                presence.say()
+                end = monotonic() + presence.ttl / 3
                 while (left := end - monotonic()) > 0 and not self._closing.is_set():
-                    listing = self._store.watch(f"{self.group}/", self._heard[0], left)
+                    listing = presence.store.watch(f"{self.group}/", self._heard[0], left)
                     with self._news:
                         self._heard, self._away = (listing, View.of(listing, self.group)), ""
                         self._news.notify_all()
@@ -245,6 +297,39 @@ class Membership:
             except Exception as error:
                 self._error = error
 
+    def _by_first_rank(self, act: Callable[[], Any]) -> Any:
+        """`act()` on the first rank of this member. All its ranks have the result, or raise the error."""
+        if self.size == 1:
+            return act()
+        result, error = None, None
+        try:
+            result = act() if self.rank == 0 else None
+        except Exception as refusal:
+            error = refusal
+        words = None if error is None else (type(error).__name__, str(error))
+        told, words = json.loads(self.of_all(json.dumps([result, words]))[0])
+        if words is not None:
+            raise error or getattr(errors, words[0], LaunchError)(words[1])
+        return told
+
+    def of_all(self, text: str) -> list[str]:
+        """What each rank of this member says."""
+        return [text]
+
+    def on_any_rank(self, found: object) -> bool:
+        """True if a rank of this member has found something. All its ranks call it."""
+        return any(self.of_all("x" if found else ""))
+
+    @property
+    def names(self) -> list[str]:
+        """Of the members of the last epoch, in the order of their ranks."""
+        return [] if self.epoch is None else [name for name, _ in self.epoch.members]
+
+    def note(self, kind: str, **what: Any) -> None:
+        """Write a line to the log, if there is one (`fompi.members.epoch_log`)."""
+        if self.log is not None:
+            self.log.write({"kind": kind, "epoch": self.number, **what})
+
     @property
     def changed(self) -> bool:
         """True if the next epoch would have other members: one is lost or has left, or another one waits at the door.
@@ -253,14 +338,17 @@ class Membership:
 
             if fompi.all_reduce(np.array([membership.changed], np.int32), comm=comm)[0]:
                 comm = membership.join()
+
+        Of a member of several ranks only the first one sees it.
         """
-        if self.epoch is None or self._is_settling():
+        if self.epoch is None or self._presence is None or self._is_settling():
             return False
         return self._error is not None or self._heard[1].differs_from(self.epoch)
 
     def _is_settling(self) -> bool:
         """True for one time to live after the store has lost what it had: all members say anew that they are here."""
-        return monotonic() - self._presence.lost < self._presence.ttl
+        presence = self._presence
+        return presence is not None and monotonic() - presence.lost < presence.ttl
 
     def join(self, timeout: float | None = None) -> Communicator:
         """The Communicator of the next epoch, which this member enters with all that wait for it as well.
@@ -269,42 +357,60 @@ class Membership:
         they try it again without that one. `timeout`: seconds; None: FOMPI_TIMEOUT.
 
         Raises WaitTimeout, which names those who were awaited; StateError if another process has taken the name;
-        MismatchError if the members have different versions of fompi.
+        MismatchError if the members have different versions of fompi, or this one has another number of ranks.
         """
         seconds = launcher.timeout() if timeout is None else timeout
-        end = monotonic() + seconds
+        self._door = monotonic()
+        end = self._door + seconds
         self._abort("goes to the next epoch")
         try:
             while True:
                 try:
-                    self._presence.say(DOOR)
-                    epoch = self._next(end, seconds)
+                    found = self._by_first_rank(lambda: self._next(end, seconds))
+                    if found is None:
+                        continue
+                    epoch = Epoch(found[0], found[1], tuple((name, handle) for name, handle in found[2]))
                     comm = self._met(epoch, end)
-                    self._presence.say(IN if comm else DOOR, epoch.number)
-                    if comm is not None:
+                    if not self.on_any_rank(comm is None) and comm is not None:
+                        self._by_first_rank(lambda: self._say(IN))
                         return comm
+                    self._abort("does not meet all")
                 except WaitTimeout:  # of the store, or of this call
                     self._abort("cannot reach the store")
-                    if monotonic() > end:
+                    if self._by_first_rank(lambda: monotonic() > end):
                         raise
         except BaseException:
             self._abort("has given up")
             with suppress(FompiError):
-                self._presence.say(AWAY)
+                self._say(AWAY)
             raise
 
-    def _next(self, end: float, seconds: float) -> Epoch:
-        """The epoch that this member is to enter."""
-        engine, seen = engine_of_process(), None
-        while True:
+    def _say(self, state: str) -> None:
+        if self._presence is not None:
+            self._presence.say(state, self.number)
+
+    def _next(self, end: float, seconds: float) -> Epoch | None:
+        """The epoch that this member is to enter. None: not yet, which its other ranks should hear."""
+        assert self._presence is not None
+        self._presence.say(DOOR, self.number)  # one that it could not enter is over, too
+        engine, seen, patience = engine_of_process(), None, inf if self.wait is None else self.wait / 2
+        pause = inf if self.size == 1 else monotonic() + SLICE_SECONDS
+        least = 1 if self.alone and self.epoch is not None else self.least
+        while monotonic() < pause:
             if self._error is not None:
                 raise self._error
             listing, view = heard = self._heard
             if (epoch := self._presence.due(view)) is not None:
                 return epoch
-            if heard is not seen and not self._is_settling():
+            first, size = view.first()
+            if size not in (0, self.size):
+                raise errors.MismatchError(f"{self.name!r} has {self.size} ranks, but {first!r} has {size}")
+            if not view.has_ended():
+                self._door = monotonic()
+            is_patient = monotonic() < self._door + patience
+            if (heard is not seen or not is_patient) and not self._is_settling():
                 seen = heard
-                self._presence.propose(listing, self.least)
+                self._presence.propose(listing, least, is_patient)
             if monotonic() > end:
                 late = ", ".join(view.awaited()) or "others"
                 raise WaitTimeout(
@@ -316,17 +422,24 @@ class Membership:
                 with self._news:
                     if self._heard is heard:
                         self._news.wait(PAUSE_SECONDS)
+        return None
 
     def _met(self, epoch: Epoch, end: float) -> Communicator | None:
         """The Communicator of `epoch`. None: a member did not come, or is lost."""
-        name, handles = f"{epoch.number} of {self.group} ({epoch.mark})", [handle for _, handle in epoch.members]
+        rank, self.number = self.rank, epoch.number
+        name = f"{epoch.number} of {self.group} ({epoch.mark})" + f", rank {rank} of each" * (self.size > 1)
+        handles = [handle.split()[rank] for _, handle in epoch.members]
         try:
             self._comm = epochs.join(name, handles, max(0.0, min(MEET_SECONDS, end - monotonic())))
         except (PeerError, WaitTimeout) as error:
             log.info("%s: %s", self.name, error)
             self._missed = f"; {error}"
             return None
+        if len(epoch.members) < self.least and rank == 0:
+            log.warning("%s goes on with %d of at least %d", self.name, len(epoch.members), self.least)
         self.epoch, self._missed = epoch, ""
+        if self.wait is not None:
+            self._comm.channel.timeout = max(self.wait / 4, self.wait / 2 - ANSWER_SECONDS)
         return self._comm
 
     def _abort(self, why: str) -> None:
@@ -338,18 +451,19 @@ class Membership:
         """Leave the epoch. The others go on without this member, until it calls `join()` again."""
         self._abort("has left the epoch")
         with suppress(WaitTimeout):  # the store is away: it is said when it is back
-            self._presence.say(AWAY)
+            self._say(AWAY)
 
     def close(self) -> None:
         """Leave the group, and the epoch if it is not closed: the others go on without this member."""
         if not self._closing.is_set():
             self._closing.set()
             self._abort("leaves the group")
-            with suppress(FompiError):
-                self._presence.leave()
-            self._thread.join(self._presence.ttl)  # it may ask a store that is away
-            if self._store is not self._given:
-                self._store.close()
+            if self._presence is not None and self._store is not None:
+                with suppress(FompiError):
+                    self._presence.leave()
+                self._thread.join(self._presence.ttl)  # it may ask a store that is away
+                if self._store is not self._given:
+                    self._store.close()
 
     def __enter__(self) -> Membership:
         return self

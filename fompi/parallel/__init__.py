@@ -4,6 +4,7 @@
 |---|---|
 | `data` | data parallelism: buckets of gradients that leave during the backward, optimizers, ZeRO 1 to 3 |
 | `outer` | outer steps: islands that train by themselves, and exchange parameters every few steps |
+| `islands` | islands that come and go, of one process or of several ranks |
 | `pipeline` | pipeline parallelism: the actions of each rank, and stages that run by them |
 | `step` | a whole step as one plan, of layers that a program provides |
 | `tensor` | tensor parallelism with sequence parallelism: linear layers, attention, vocabulary |

@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
@@ -31,6 +32,7 @@ from fompi.base.layout import accumulator, integer, number, offsets
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree, begin_agreement
 from fompi.members.membership import Membership
+from fompi.ops.messages import recv, send
 from fompi.ops.operations import all_gather, all_reduce, broadcast
 from fompi.parallel.arrays import array_of, borrow, carrying, lent, start_with
 from fompi.parallel.buckets import detached
@@ -137,7 +139,7 @@ class OuterNumbers:
 
 
 OF_RULE = ("outer_lr", "outer_momentum", "alpha")
-OPTIONS = ("sync_every", "fragments", "delay", *OF_RULE, "averaged", "on_exchange", "compared")
+OPTIONS = ("sync_every", "fragments", "delay", *OF_RULE, "averaged", "weights", "on_exchange", "compared", "inner")
 """The keywords of `OuterSteps`, besides those of its sums."""
 
 
@@ -173,6 +175,7 @@ class OuterRow:
 
     sums: Communicator
     feedback: Feedback | None = None
+    before: Array | None = None  # the outer copy before this island, which was slow, took over another one
 
     def __init__(self, tensors: Mapping[str, Tensor], period: int | None, rule: OuterRule):
         first = next(iter(tensors.values()))
@@ -187,7 +190,7 @@ class OuterRow:
 
     def meet(self, comm: Communicator) -> None:
         """From now on the islands are those of `comm`. What messages have lost before is still to give back."""
-        wire = wire_on(comm.how, self.dtype) if self.outer is not None else ""
+        wire = self.wire = wire_on(comm.how, self.dtype) if self.outer is not None else ""
         self.sums = summing(comm.plain, {"wire": wire} if wire else {"order": "ranks"})
         before, lossy = self.feedback, comm if wire else comm.plain
         self.feedback = feedback_of(lossy, self.dtype, lambda: np.zeros(self.size, np.float32))
@@ -264,6 +267,28 @@ def _norm(rows: Iterable[Array]) -> float:
     return float(np.sqrt(sum(np.square(row, dtype=np.float64).sum() for row in rows)))
 
 
+MOST_MISSED = 64
+"""An island that lacks more exchanges than these was in none of them."""
+
+HERE, NEW, BEHIND, SLOW = "here", "new", "behind", "slow"
+"""An island in a meeting: it has what all have; it has just started; it lacks an exchange to which it has added; it
+lacks exchanges that others made without it."""
+
+
+def roles_of(table: Array, farthest: Array, ended: Array) -> list[str]:
+    """The role of each island, whose row has: exchanges, steps, the exchange on its way, ..., the epoch of its sum.
+
+    `ended`: the epochs in which the last exchanges of the farthest one have ended.
+    """
+    roles = []
+    for exchanges, steps, _, _, sent, _ in table.tolist():
+        missed = int(farthest[0]) - exchanges
+        has_added = 0 < missed <= len(ended) and 0 < sent == ended[-missed]
+        is_new = steps == 0 and farthest[1] > 0
+        roles.append(NEW if is_new else HERE if missed == 0 else BEHIND if has_added else SLOW)
+    return roles
+
+
 @dataclass
 class OuterExchange:
     """An exchange on its way: what this island adds, and the calls. `arrived`: the means, and the numbers."""
@@ -275,10 +300,131 @@ class OuterExchange:
     sent: Sequence[Array] = ()
     calls: Sequence[Any] = ()
     arrived: tuple[list[Array], OuterNumbers] | None = None
-    vote: Any = None  # the call in which islands that come and go say whether they should meet anew
+    weight: int = 1  # of what this island adds. 0: it came too late to add something
+    vote: Any = None  # the call in which islands tell their weights, and whether they should meet anew
+    epoch: int = 0  # in which it was sent
 
 
-class OuterSteps:
+class OuterCopies:
+    """What one island keeps of its outer steps, and computes by itself. It sends nothing.
+
+    `params` and the other arguments are those of `OuterSteps`. `forms`: name -> [dtype, shape, fragment, period].
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Any],
+        fragments: int | Sequence[Sequence[str]] = 1,
+        averaged: Mapping[str, int] | None = None,
+        weights: str = "islands",
+        **options: Any,
+    ):
+        tensors = {name: borrow(detached(x), f"the parameter {name!r}") for name, x in params.items()}
+        periods = dict(averaged or {})
+        self.rule = OuterRule(**{name: options.pop(name) for name in OF_RULE if name in options})
+        self.schedule = OuterSchedule(fragments=_count(fragments), **{"sync_every": None, **options})
+        if weights not in ("islands", "rows"):
+            raise LayoutError(f"weights={weights!r} must be 'islands' or 'rows'")
+        fragment_of = dealt([*tensors], fragments)
+        for name, often in periods.items():
+            if name not in tensors or (integer(often) or 0) < 1:
+                raise LayoutError(f"averaged={{{name!r}: {often!r}}} must be a parameter, and an integer >= 1")
+        rows: dict[tuple[int, str, int | None], dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            key = fragment_of[name], accumulator(tensor.dtype), periods.get(name)
+            rows.setdefault(key, {})[name] = tensor
+        self.rows: list[list[OuterRow]] = [[] for _ in range(self.schedule.fragments)]
+        for (p, _, period), part in rows.items():
+            self.rows[p].append(OuterRow(part, period, self.rule))
+        self.forms: dict[str, Any] = {
+            name: [t.dtype, [*t.array.shape], fragment_of[name], periods.get(name)] for name, t in tensors.items()
+        }
+        self.weights = weights
+        self.steps = 0  # the inner steps until now
+        self._applied = [0] * self.schedule.fragments  # exchanges: an island that has left one out is refused
+        self._trained = [0] * self.schedule.fragments  # rows since the last exchange of each fragment
+        self._flight: OuterExchange | None = None
+        self._has_received = False
+
+    @property
+    def all_rows(self) -> list[OuterRow]:
+        return [row for rows in self.rows for row in rows]
+
+    def _rows_now(self, p: int, applied: Sequence[int]) -> list[OuterRow]:
+        """What travels in the next exchange of a fragment, of which some were applied."""
+        return [row for row in self.rows[p] if (applied[p] + 1) % row.period == 0]
+
+    def exchange(self, step: int) -> OuterExchange:
+        """The exchange that begins after this step, without what this island adds to it."""
+        p = self.schedule.begins(step)
+        assert p is not None
+        return OuterExchange(step, p, self._rows_now(p, self._applied))
+
+    def left(self, get: Callable[[str], Any]) -> OuterExchange:
+        """The exchange that begins now, with what this island adds to it."""
+        flight = self.exchange(self.steps)
+        flight.terms = [row.term(row.borrowed(get)) for row in flight.rows]
+        if self.weights == "rows":
+            flight.weight, self._trained[flight.fragment] = self._trained[flight.fragment], 0
+            flight.terms = [term * term.dtype.type(flight.weight) for term in flight.terms]
+        return flight
+
+    def idle(self, step: int) -> OuterExchange:
+        """The exchange after this step, to which this island comes too late to add something."""
+        flight = self.exchange(step)
+        flight.weight, flight.terms = 0, [np.zeros(row.size, row.dtype) for row in flight.rows]
+        return flight
+
+    def outer_step(self, flight: OuterExchange, means: Sequence[Array], get: Callable[[str], Any]) -> dict[str, Any]:
+        """The outer step with these means. Returns the new tensors."""
+        changed: dict[str, Any] = {}
+        self._applied[flight.fragment] += 1
+        for row, mean in zip(flight.rows, means, strict=True):
+            if row.outer is not None:
+                self.rule.update(row.outer, row.velocity, mean)
+        for row, mean in zip(flight.rows, means, strict=True):
+            changed |= row.blended(self.rule, mean, row.borrowed(get))
+        return changed
+
+    def shared(self) -> list[Array]:
+        """What is the same on all islands: outer copies and momentum."""
+        return [array for row in self.all_rows for kind, array in row.kept.items() if kind != "feedback"]
+
+    def sha256(self, fragment: int) -> str:
+        """Of the outer copies and the momentum of a fragment."""
+        kept = [array for row in self.rows[fragment] for kind, array in row.kept.items() if kind != "feedback"]
+        return sha256(b"".join(array.tobytes() for array in kept)).hexdigest()
+
+    def take_over(self, shared: Sequence[Array], applied: Sequence[int], keeps: bool) -> None:
+        """The outer copies and the momentum of another island. `keeps`: what this one has trained counts from there."""
+        for row in self.all_rows:
+            if row.outer is not None:
+                before = row.outer.copy() if row.before is None and not self._has_received else row.before
+                row.before = before if keeps else None
+        for array, new in zip(self.shared(), shared, strict=True):
+            array[...] = new
+        if (flight := self._flight) is not None and keeps:
+            self._trained[flight.fragment] += flight.weight
+        self._applied, self._flight, self._has_received = [*applied], None, True
+
+    def received(self, get: Callable[[str], Any]) -> dict[str, Any]:
+        """The parameters that this island has to take over, because it came late, in new tensors. Once.
+
+        They are those of the outer copies; of an island that was only slow, its own ones, moved as the outer copies.
+        """
+        if not self._has_received:
+            return {}
+        self._has_received, found = False, dict[str, Any]()
+        for row in self.all_rows:
+            if row.outer is not None:
+                tensors = row.borrowed(get)
+                values = row.outer if row.before is None else _flat(tensors) + (row.outer - row.before)
+                found |= {name: _like(tensors[name], values[span]) for name, span in row.spans.items()}
+                row.before = None
+        return found
+
+
+class OuterSteps(OuterCopies):
     """params = inner(params), again and again, with outer steps over the islands along `comm`
 
         with fompi.parallel.outer.OuterSteps(params, comm=mesh["islands"], sync_every=30, delay=1) as outer:
@@ -296,11 +442,13 @@ class OuterSteps:
     `wire` (`fompi.base.wires`) is what differences travel in, `feedback` gives back what messages of this island have
     lost. Without a wire all sums are in the order of ranks. What is averaged travels as it is. Where `comm` belongs to
     a mesh with `priority=` that does not name its axis, messages leave behind all others.
+    `weights`: "islands", each counts alike in a mean; "rows", by the rows that it has trained: `step(params, rows=n)`.
     `on_exchange`: called with an `OuterNumbers` for each mean that is applied. `compared`: a text that must be the same
     on all islands, too.
 
-    `comm` may be a `fompi.members.Membership`: then islands come and go, each is one process, and those that are left
-    do an exchange that has failed again, from the same differences. A late one gets the outer copies: `received`.
+    `comm` may be a `fompi.members.Membership` (`fompi.islands.join`): then islands come and go. Those that are left do
+    an exchange that has failed again, from the same differences. A late one gets the outer copies (`received`), and the
+    state of an optimizer by `inner` (`fompi.torch.outer.TrainedModule`). What a slow one has trained is not lost.
 
     Making one is collective. Raises MismatchError on all ranks if they differ in names, forms, fragments or options;
     and in the first `step`, if the islands begin with different parameters or at different steps.
@@ -310,47 +458,36 @@ class OuterSteps:
         self._membership = comm if isinstance(comm, Membership) else None
         comm = comm.join() if isinstance(comm, Membership) else comm
         given = Communicator.of(comm).plain
-        rows: dict[tuple[int, str, int | None], dict[str, Tensor]] = {}
-        self._how: dict[str, Any] = {}
-        self._text = ""
+        self._text, self._how = "", dict[str, Any]()
         error: Exception | None = None
         try:
             own = {name: options.pop(name) for name in OPTIONS if name in options}
-            tensors = {name: borrow(detached(x), f"the parameter {name!r}") for name, x in params.items()}
-            dtypes = [accumulator(t.dtype) for t in tensors.values()]
-            carrier = carrying("OuterSteps", comm, options, dtypes, [*OPTIONS, "wire", "feedback"])
-            fragments, periods = own.pop("fragments", 1), dict(own.pop("averaged", None) or {})
             self._on_exchange, own_text = own.pop("on_exchange", None), own.pop("compared", "")
-            self.rule = OuterRule(**{name: own.pop(name) for name in OF_RULE if name in own})
-            self.schedule = OuterSchedule(fragments=_count(fragments), **{"sync_every": None, **own})
-            fragment_of = dealt([*tensors], fragments)
-            for name, often in periods.items():
-                if name not in tensors or (integer(often) or 0) < 1:
-                    raise LayoutError(f"averaged={{{name!r}: {often!r}}} must be a parameter, and an integer >= 1")
-            for name, tensor in tensors.items():
-                key = fragment_of[name], accumulator(tensor.dtype), periods.get(name)
-                rows.setdefault(key, {})[name] = tensor
+            self._inner: Any = own.pop("inner", None)
+            super().__init__(params, **own)
+            dtypes = [row.dtype for row in self.all_rows]
+            carrier = carrying("OuterSteps", comm, options, dtypes, [*OPTIONS, "wire", "feedback"])
             self._how = {name: carrier.how[name] for name in ("wire", "feedback") if name in carrier.how}
-            words = asdict(self.schedule) | asdict(self.rule) | self._how
-            for name, t in tensors.items():
-                form = f"{t.dtype} {t.array.shape} in fragment {fragment_of[name]}"
-                words[f"parameter {name!r}"] = form + (f", averaged: {periods[name]}" if name in periods else "")
+            words = asdict(self.schedule) | asdict(self.rule) | {"weights": self.weights} | self._how
+            for name, (dtype, shape, fragment, period) in self.forms.items():
+                form = f"{dtype} {tuple(shape)} in fragment {fragment}"
+                words[f"parameter {name!r}"] = form + (f", averaged: {period}" if period else "")
             self._text = "".join(detail(*pair) for pair in words.items()) + own_text
-            self.rows: list[list[OuterRow]] = [[] for _ in range(self.schedule.fragments)]
-            for (p, _, period), part in rows.items():
-                self.rows[p].append(OuterRow(part, period, self.rule))
-            self._applied = [0] * self.schedule.fragments  # exchanges: an island that has left one out is refused
         except Exception as refusal:
             error = refusal
-        self.steps, self.closed = 0, False  # the inner steps until now
-        self._flight: OuterExchange | None = None
-        self._is_compared = self._has_received = False
+        self.closed = self._is_compared = False
+        self._role = HERE  # in the last meeting
         self._late = 0  # the step of the exchange to which this island came too late to add to it
-        self._idle = 0, 0  # the step of an exchange, and how many islands came too late
+        self._ended = [0] * MOST_MISSED  # the epochs in which the last exchanges have come to their end
+        self._given: list[tuple[Any, Array]] = []  # what travels to islands that came late
+        self._changed: dict[str, Any] = {}  # by the exchange that is applied now
         if self._membership is None:
             self._enter(given, error)
-        else:
-            self._meet(given, error)
+            return
+        if error is None:
+            words = {"parameters": self.forms, "weights": self.weights, "how": self._how}
+            self._membership.note("outer", **asdict(self.schedule), **asdict(self.rule), **words)
+        self._meet(given, error)
 
     def _enter(self, given: Communicator, error: Exception | None = None) -> None:
         """The islands are those of `given` from now on. Collective."""
@@ -358,11 +495,10 @@ class OuterSteps:
         if self._membership is None:  # its calls have an order of their own
             given = given.split(0, given.rank, f"{given.name}/outer")
         self.comm = given
-        for row in [row for rows in self.rows for row in rows]:
+        for row in self.all_rows:
             row.meet(self.comm.using(**self._how))
         if self._membership is not None:
-            self._catch_up()
-            self._compare()
+            self._catch_up(self._membership)
 
     def _meet(self, comm: Communicator | None = None, error: Exception | None = None) -> None:
         """The islands that are here go on together, in the next epoch or in that of `comm`. Collective."""
@@ -370,106 +506,123 @@ class OuterSteps:
         while True:
             self._stop()
             comm = comm or self._membership.join()
+            lost: Exception | None = None
             try:
                 self._enter(comm, error)
+            except (PeerError, WaitTimeout) as again:  # one of them is lost again
+                lost, comm = again, None
+            if not self._membership.on_any_rank(lost):
                 return
-            except (PeerError, WaitTimeout):  # one of them is lost again
-                comm = None
 
-    def _reliably(self, act: Callable[[], Any]) -> Any:
-        """`act()`. If an island is lost, those that are left meet in the next epoch, and do it again."""
+    def _reliably(self, act: Callable[[], object]) -> bool:
+        """`act()`. If an island is lost, those that are left meet in the next epoch, and do it again.
+
+        False: others have done it by then, and this island has taken over what came of it.
+        """
+        if self._membership is None:
+            act()
+            return True
         while True:
+            lost: Exception | None = None
             try:
-                return act()
-            except (PeerError, WaitTimeout):
-                if self._membership is None:
-                    raise
+                act()
+            except (PeerError, WaitTimeout) as error:
+                lost = error
+            if not self._membership.on_any_rank(lost):
+                return True
+            if self._flight is not None:  # another rank of this island lacks it
+                self._flight.arrived = None
             self._meet()
+            if self._role != HERE:
+                return False
 
     def _stop(self) -> None:
         """The calls of the exchange on its way have ended, or will not. What it adds is kept."""
+        self._given.clear()
         if (flight := self._flight) is not None and flight.arrived is None:
             flight.sent, flight.calls, flight.vote = (), (), None
             for row in flight.rows:
                 if row.feedback is not None:
                     row.feedback.forget()
 
-    def _catch_up(self) -> None:
-        """Islands that are behind take over what the farthest one has: outer copies and their momentum. Collective."""
-        flight = 0 if self._flight is None else self._flight.step
-        own = np.array([[sum(self._applied), self.steps, flight, self._late]], np.int64)
+    def _catch_up(self, membership: Membership) -> None:
+        """Islands that are behind take over what the farthest one has: outer copies and their momentum. Collective.
+
+        All compare what they have, before that travels: the farthest one sends it while the others go on.
+        """
+        flight = self._flight or OuterExchange(0, 0, [])
+        sent = flight.epoch if flight.weight else 0
+        lacks = self._inner is not None and self._inner.is_fresh()
+        own = np.array([[sum(self._applied), self.steps, flight.step, self._late, sent, lacks]], np.int64)
         table = np.asarray(all_gather(own, comm=self.comm))
         root = max(range(len(table)), key=lambda rank: (*table[rank, :2], -rank))
-        farthest = table[root]
-        is_new = (table[:, 1] == 0) & (farthest[1] > 0)
-        is_behind = is_new | (table[:, 0] < farthest[0])
-        if is_behind.any():
-            listed = [
-                array for rows in self.rows for row in rows for kind, array in row.kept.items() if kind != "feedback"
-            ]
-            sent = [broadcast(array, root=root, comm=self.comm) for array in [*listed, np.array(self._applied)]]
-            if is_behind[self.comm.rank]:
-                for array, new in zip([*listed], sent[:-1], strict=True):
-                    array[...] = new
-                self._applied, self._flight, self._has_received = sent[-1].tolist(), None, True
-        now = int(farthest[2])  # the exchange that is on its way
-        is_late = (is_new | (table[:, 3] == now)) & (now > 0)
-        self._idle = now, int(is_late.sum())
-        if is_new[self.comm.rank]:
-            self.steps, self._late = int(farthest[1]), now
-            if (p := self.schedule.begins(now)) is not None:
-                self.steps = min(self.steps, now + self.schedule.delay - 1)  # its next step may apply it
-                rows = self._rows_now(p, self._applied)
-                self._flight = OuterExchange(now, p, rows, [np.zeros(row.size, row.dtype) for row in rows])
+        known = np.array([*self._applied, *self._ended, *self._sums_of_bits()], np.int64)
+        known = np.asarray(broadcast(known, root=root, comm=self.comm))
+        applied, ended, bits = np.split(known, [len(self._applied), len(self._applied) + MOST_MISSED])
+        roles = roles_of(table, table[root], ended)
+        role = self._role = roles[self.comm.rank]
+        now = int(table[root, 2])  # the exchange that is on its way
+        self._compare(None if role == HERE else (applied, bits))
+        start = int(table[root, 1])
+        if now:
+            start = min(start, now + self.schedule.delay - 1)  # its next step may apply it
+        if self.comm.rank == root:
+            for rank in [rank for rank, other in enumerate(roles) if other != HERE]:
+                self._give(rank, bool(table[rank, 5]))
+        elif role != HERE:
+            shared = [np.asarray(recv(root, comm=self.comm)) for _ in self.shared()]
+            self.take_over(shared, applied.tolist(), keeps=role == SLOW)
+            if lacks:
+                self._inner.take_inner(lambda like: recv(root, like=like, comm=self.comm))
+            self._ended = ended.tolist()
+        if role in (NEW, SLOW):
+            self.steps, self._late, self._flight = start, now, self.idle(now) if now else None
+        of_all = dict(zip(("applied", "steps", "lacks"), table[:, [0, 1, 5]].T.tolist(), strict=True))
+        membership.note("epoch", islands=membership.names, roles=roles, root=root, start=start, **of_all)
 
-    def received(self, get: Callable[[str], Any]) -> dict[str, Any]:
-        """The parameters that this island has to take over, because it came late: those of the outer copies. Once."""
-        if not self._has_received:
-            return {}
-        self._has_received, found = False, dict[str, Any]()
-        for row in [row for rows in self.rows for row in rows]:
-            if (outer := row.outer) is not None:
-                tensors = row.borrowed(get)
-                found |= {name: _like(tensors[name], outer[span]) for name, span in row.spans.items()}
-        return found
+    def _give(self, rank: int, with_inner: bool) -> None:
+        """Send this island what it lacks, as it is now, while this one goes on."""
+        held = [array.copy() for array in self.shared()]
+        if with_inner:
+            held += self._inner.inner_state(self._changed)
+        self._given += [(send.start(array, rank, comm=self.comm), array) for array in held]
 
-    def step(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    def step(self, params: Mapping[str, Any], rows: int = 1) -> dict[str, Any]:
         """An inner step has made `params`. Returns them with what this outer step changes, in new tensors.
 
+        `rows`: those that it has trained, with weights="rows".
         Raises what the exchange raises, on all ranks. It is left out then: outer copies and parameters stay.
         """
-        return {**params, **self.advance(params.__getitem__)}
+        return {**params, **self.advance(params.__getitem__, rows)}
 
-    def advance(self, get: Callable[[str], Any]) -> dict[str, Any]:
+    def advance(self, get: Callable[[str], Any], rows: int = 1) -> dict[str, Any]:
         """`step`, which asks `get(name)` for only the parameters of this step. Returns the new ones."""
         if self.closed:
             raise StateError("these outer steps are closed")
         if not self._is_compared:
             self._compare()
         self.steps += 1
+        self._trained = [before + rows for before in self._trained]
         if self.rule.alpha == 1:  # these islands train alone
             return {}
-        is_on_its_way = self._flight is not None and self._flight.step == self.steps
-        if self.schedule.begins(self.steps) is not None and not is_on_its_way:
+        step = self.steps
+        is_on_its_way = self._flight is not None and self._flight.step == step
+        if self.schedule.begins(step) is not None and not is_on_its_way:
             self._begin(get)
-        if self._flight is not None:
-            self._reliably(self._send)
-        changed: dict[str, Any] = {}
-        if self.schedule.applies(self.steps) is not None:
-            changed = self._reliably(lambda: self._apply(get))
-        return {**self.received(get), **changed}
+        goes_on, changed = True, dict[str, Any]()
+        if self._flight is not None and not self._flight.calls and self._flight.arrived is None:
+            goes_on = self._reliably(self._send)
+        if goes_on and self.schedule.applies(step) is not None:
+            changed = self._apply(get)
+        return changed | self.received(lambda name: changed[name] if name in changed else get(name))
 
     def _begin(self, get: Callable[[str], Any]) -> None:
         """The fragment of this step leaves."""
-        p = self.schedule.begins(self.steps)
-        assert p is not None
-        rows = self._rows_now(p, self._applied)
-        self._flight = flight = OuterExchange(self.steps, p, rows)
         try:
-            flight.terms = [row.term(row.borrowed(get)) for row in rows]
+            self._flight = self.left(get)
         except Exception as error:
-            self._flight = None
-            self._refuse(self._in_words(flight), error, len(rows))
+            flight = self.exchange(self.steps)
+            self._refuse(self._in_words(flight), error, len(flight.rows))
             raise
 
     def _in_words(self, flight: OuterExchange) -> str:
@@ -481,20 +634,18 @@ class OuterSteps:
         flight = self._flight
         if flight is None or flight.calls or flight.arrived is not None:
             return
-        text, flight.sent = (
-            self._in_words(flight),
-            [row.sent(x) for row, x in zip(flight.rows, flight.terms, strict=True)],
-        )
+        text = self._in_words(flight)
+        flight.sent = [row.sent(x) for row, x in zip(flight.rows, flight.terms, strict=True)]
+        op = "mean" if self._membership is None and self.weights == "islands" else "sum"
         flight.calls = [
-            start_with(all_reduce, text, x, dtype=row.dtype, op="mean", comm=row.sums)
+            start_with(all_reduce, text, x, dtype=row.dtype, op=op, comm=row.sums)
             for row, x in zip(flight.rows, flight.sent, strict=True)
         ]
         if self._membership is not None:
-            flight.vote = all_reduce.start(np.array([self._membership.changed], np.int32), op="max", comm=self.comm)
-
-    def _rows_now(self, p: int, applied: Sequence[int]) -> list[OuterRow]:
-        """What travels in the next exchange of a fragment, of which some were applied."""
-        return [row for row in self.rows[p] if (applied[p] + 1) % row.period == 0]
+            flight.epoch = self._membership.number
+        if self._membership is not None or self.weights == "rows":
+            changed = self._membership is not None and self._membership.changed
+            flight.vote = all_gather.start(np.array([[flight.weight, changed]], np.int64), comm=self.comm)
 
     def _refuse(self, text: str, error: Exception, calls: int) -> None:
         """Take part in the next calls of the other islands by an error, so that they do not wait."""
@@ -504,85 +655,102 @@ class OuterSteps:
 
     def _apply(self, get: Callable[[str], Any]) -> dict[str, Any]:
         """The outer step with what has travelled."""
-        self._send()
-        flight, changed = self._flight, dict[str, Any]()
-        if flight is None:  # another island has ended it, and this one has what came of it
+        flight = self._arrived()
+        if flight is None or flight.arrived is None:
             return {}
-        means, numbers = self._arrived(flight)
-        self._flight = None
-        self._applied[flight.fragment] += 1
-        for row, mean in zip(flight.rows, means, strict=True):
-            if row.outer is not None:
-                self.rule.update(row.outer, row.velocity, mean)
-        for row, mean in zip(flight.rows, means, strict=True):
-            changed |= row.blended(self.rule, mean, row.borrowed(get))
+        self._flight, (means, numbers) = None, flight.arrived
+        self._changed = self.outer_step(flight, means, get)
         if self._on_exchange is not None:
             self._on_exchange(numbers)
-        if flight.vote is not None and flight.vote.result[0]:  # some have come, or have left
-            self._meet()
+        if self._membership is not None:
+            self._end(self._membership, flight, numbers)
+        changed, self._changed = self._changed, {}
         return changed
 
-    def _receive(self) -> None:
-        self._send()
-        if self._flight is not None:
-            self._arrived(self._flight)
+    def _end(self, membership: Membership, flight: OuterExchange, numbers: OuterNumbers) -> None:
+        """Note an exchange, and meet if some have come, or have left."""
+        self._ended = [*self._ended[1:], flight.epoch]
+        self._given = [(call, array) for call, array in self._given if not call.done]
+        if membership.log is not None:
+            weights, here = flight.vote.result[:, 0].tolist(), {"bytes": numbers.nbytes}
+            known = {"step": flight.step, "fragment": flight.fragment, "exchange": sum(self._applied)}
+            membership.note("exchange", **known, weights=weights, sha256=self.sha256(flight.fragment), here=here)
+        if membership.on_any_rank(flight.vote.result[:, 1].any()):  # only the first rank of an island sees who is here
+            self._meet()
 
-    def _arrived(self, flight: OuterExchange) -> tuple[list[Array], OuterNumbers]:
-        """The means of an exchange, and its numbers. Waits for them. If that fails, the exchange is left out."""
-        if flight.arrived is not None:
-            return flight.arrived
+    def _arrived(self) -> OuterExchange | None:
+        """The exchange on its way, once it is here on all ranks of this island. None: there is none."""
+        flight = self._flight if self._reliably(self._receive) else None
+        for row in [] if flight is None else flight.rows:
+            if row.feedback is not None:
+                row.feedback.keep()
+        return flight
+
+    def _receive(self) -> None:
+        """Wait for an exchange on its way: the means, and the numbers. If that fails, the exchange is left out."""
+        flight = self._flight
+        if flight is None or flight.arrived is not None:
+            return
+        self._send()
         begun = perf_counter()
         try:
             means = [array_of(call.wait()) for call in flight.calls]
-            if flight.vote is not None:
-                flight.vote.wait()
+            weights = [1] * self.comm.size if flight.vote is None else flight.vote.wait()[:, 0].tolist()
         except BaseException:
             if self._membership is None:
                 self._drop()
             raise
-        islands = self.comm.size - self._idle[1] * (self._idle[0] == flight.step)
-        if islands < self.comm.size:
-            means = [mean * (self.comm.size / islands) for mean in means]
+        if flight.vote is not None:
+            means = [mean / mean.dtype.type(max(1, sum(weights))) for mean in means]
         exposed = perf_counter() - begun
-        for row in flight.rows:
-            if row.feedback is not None:
-                row.feedback.keep()
-        pairs = [(x, m) for row, x, m in zip(flight.rows, flight.sent, means, strict=True) if row.outer is not None]
+        own = [x / x.dtype.type(max(1, flight.weight)) for x in flight.sent]
+        pairs = [(x, m) for row, x, m in zip(flight.rows, own, means, strict=True) if row.outer is not None]
         numbers = OuterNumbers(
             *(flight.step, flight.fragment),
             norm=_norm(mean for _, mean in pairs),
             drift=_norm(x - mean for x, mean in pairs),
-            islands=islands,
+            islands=sum(weight > 0 for weight in weights),
             nbytes=sum(e.nbytes for call in flight.calls for e in call.trace.events if e.lane.startswith("send")),
             exposed=exposed,
         )
         flight.arrived, flight.sent, flight.calls = (means, numbers), (), ()
-        return means, numbers
 
     def _drop(self) -> None:
         """Forget an exchange on its way, once its calls have ended."""
         flight, self._flight = self._flight, None
         if flight is not None:
-            for call in flight.calls:
+            for call in [*flight.calls, *([] if flight.vote is None else [flight.vote])]:
                 with suppress(Exception):
                     call.wait()
             for row in flight.rows:
                 if row.feedback is not None:
                     row.feedback.forget()
 
-    def _compare(self) -> None:
-        """All islands have the same outer copies at the same step, or all raise. Once, and after a load."""
+    def _compare(self, of_others: tuple[Array, Array] | None = None) -> None:
+        """All islands have the same outer copies at the same step, or all raise. Once, and after a load.
+
+        `of_others`: how often fragments were applied, and the sums of the bits, of what this island is to take over.
+        """
         flight = self._flight
-        words = detail("exchanges of each fragment", self._applied)
+        applied, bits = of_others or (self._applied, self._sums_of_bits())
+        words = detail("exchanges of each fragment", [*map(int, applied)])
         if self._membership is None:  # else islands may be some steps apart
             words += detail("steps", self.steps)
             words += detail("on its way", flight and f"fragment {flight.fragment} after step {flight.step}")
-        for kind, named in self._kept().items():
-            for name, array in named.items():
-                if kind != "feedback":
-                    words += detail(f"{kind} of {name!r}", "", zlib.crc32(array.tobytes()))
+        for (name, _), bits_of_it in zip(self._shared_parts(), bits, strict=True):
+            words += detail(name, "", int(bits_of_it))
         agree(self.comm, f"the first outer step: all islands begin with the same parameters{words}")
         self._is_compared = True
+
+    def _sums_of_bits(self) -> list[int]:
+        """A number for each part of what islands share, by which they compare it."""
+        return [zlib.crc32(array.tobytes()) for _, array in self._shared_parts()]
+
+    def _shared_parts(self) -> list[tuple[str, Array]]:
+        """What is the same on all islands: what it is, and its elements."""
+        own = ("feedback",) if self._membership is None else ("feedback", "mean")
+        kept = {kind: named for kind, named in self._kept().items() if kind not in own}
+        return [(f"{kind} of {name!r}", x) for kind, named in kept.items() for name, x in named.items()]
 
     # ------------------------------------------------------------------------------------------------- its state
     def _kept(self) -> dict[str, dict[str, Array]]:
@@ -605,8 +773,10 @@ class OuterSteps:
         Each rank saves its own, with its parameters and the state of its inner optimizer: they differ between islands.
         """
         if self._flight is not None:
-            self._reliably(self._receive)
+            self._arrived()
         state: dict[str, Any] = {"steps": self.steps, "applied": [*self._applied]}
+        if self.weights == "rows":
+            state["trained"] = [*self._trained]
         if (flight := self._flight) is not None and flight.arrived is not None:
             state["numbers"] = asdict(flight.arrived[1])
         of = {name: row for rows in self.rows for row in rows for name in row.forms}
@@ -630,6 +800,9 @@ class OuterSteps:
         for row, kind, array in found:
             row.kept[kind][...] = array
         self.steps, self._applied = int(state["steps"]), [*state["applied"]]
+        self._trained = [*state.get("trained", self._trained)]
+        if self._membership is not None:
+            self._membership.note("loaded", step=self.steps)
         self._flight, self._is_compared = flight, False
 
     def _read(self, state: Mapping[str, Any]) -> tuple[OuterExchange | None, list[tuple[OuterRow, str, Array]]]:
@@ -652,6 +825,9 @@ class OuterSteps:
         if not self.closed:
             self.closed = True
             if self._membership is not None:
+                for call, _ in self._given:
+                    with suppress(Exception):
+                        call.wait()
                 self._stop()
                 self._membership.leave()
                 return

@@ -282,8 +282,8 @@ def test_an_error_on_one_rank_ends_a_benchmark(mpirun, tmp_path):
     """While the others measure: the line of that rank is printed, and no process is left."""
     script = tmp_path / "one.py"
     script.write_text(
-        "import sys\nimport fompi\nfrom fompi.__main__ import main\nfrom fompi.cli import bench\n"
-        "sys.path.append(str(bench.TOOLS))\nfrom bench import overhead\n"
+        "import sys\nimport fompi\nfrom fompi.__main__ import main\nfrom fompi.cli import tools\n"
+        "sys.path.append(str(tools.TOOLS))\nfrom bench import overhead\n"
         "from fompi.tuning.rounds import WrongResult, meet\n"
         "def rows(bench):\n"
         "    if bench.comm.rank == 1:\n"

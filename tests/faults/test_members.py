@@ -11,7 +11,7 @@ from time import monotonic
 import pytest
 
 from fompi.members import Server, open_store
-from fompi.members.membership import IN, View
+from fompi.members.membership import DOOR, IN, Epoch, Spoken, View
 
 pytestmark = pytest.mark.one_mpi
 
@@ -129,7 +129,7 @@ def test_members_come_and_go(members):
 
 ALONE = textwrap.dedent("""
     import fompi
-    from fompi.members import Membership
+    from fompi.members import Membership, epochs
     from fompi.members.membership import AWAY, DOOR, IN, Presence
     from fompi.members.served import LocalStore
 
@@ -150,6 +150,13 @@ ALONE = textwrap.dedent("""
         refused(fompi.WaitTimeout, lambda: membership.join(timeout=1))
         assert comm.closed
         busy.leave()
+
+        def lost(*epoch):
+            epochs.join = met
+            raise fompi.PeerError("rank 1 is lost", 1)
+
+        met, epochs.join, before = epochs.join, lost, membership.epoch.number
+        assert membership.join(timeout=10).size == 1 and membership.epoch.number == before + 2  # not that one again
         Presence(store, "fompi", "c", other, 60).say(DOOR)  # of another version: no member
         assert membership.join(timeout=20).size == 1 and not membership.changed
         membership.least = 3
@@ -172,3 +179,23 @@ def test_who_is_awaited_is_named(tmp_path):
     assert "of at least 3 members: a waits for it, but others did not come" in second, second
     assert third == "StateError: another process has the name 'a' in the group 'fompi'", third
     assert left == "['fompi/members/a', 'fompi/members/c']"
+
+
+def test_a_member_that_is_slow_or_has_other_ranks():
+    """Others may go on without a slow one, and do not ask for it until it comes. Ranks are those of the last epoch."""
+    last = Epoch(3, "m", (("a", "A"), ("b", "B"), ("c", "C")))
+    alive = {"a": Spoken("A", 3, DOOR), "b": Spoken("B", 3, DOOR), "c": Spoken("C", 3, IN)}
+    view = View(last, alive)
+    assert view.has_ended() and view.following(1) is None
+    following = view.following(2, is_patient=False)
+    assert following is not None and following.members == (("a", "A"), ("b", "B")) and following.number == 4
+    now = {"a": Spoken("A", 4, IN), "b": Spoken("B", 4, IN), "c": Spoken("C", 3, IN)}
+    assert not View(following, now).differs_from(following) and not View(following, now).has_ended()
+    assert View(following, now | {"c": Spoken("C", 3, DOOR)}).differs_from(following)
+    assert View(last, now | {"c": Spoken("C", 3, IN)}).first() == ("a", 1)
+    two = {"a": Spoken("A A2", 0, DOOR), "b": Spoken("B", 3, DOOR), "c": Spoken("C", 3, DOOR)}
+    assert View(last, two).first() == ("b", 1)
+    found = View(last, two).following(1)
+    assert found is None  # a does not know the last number yet
+    found = View(last, two | {"a": Spoken("A A2", 3, DOOR)}).following(1)
+    assert found is not None and [name for name, _ in found.members] == ["b", "c"]

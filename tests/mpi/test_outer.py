@@ -140,6 +140,24 @@ def test_numbers_of_an_exchange(world):
     )
 
 
+def test_a_mean_by_rows(world):
+    """The difference of an island counts by the rows since the last exchange of its fragment; a state keeps them."""
+    rows, options = world.rank + 1, {"sync_every": 2, "fragments": 2, "outer_lr": 1.0, "outer_momentum": 0.0}
+    params = {"v": np.zeros(3), "w": np.zeros(5)}
+    with OuterSteps(params, comm=world, weights="rows", **options) as outer:
+        params = outer.step({"v": np.full(3, 1.0 * rows), "w": np.full(5, 1.0 * rows)}, rows=rows)
+        state = outer.state_dict()
+        assert state["trained"] == [0, rows]
+        outer.load_state_dict(state)
+        params = outer.step({**params, "w": np.full(5, 2.0 * rows)}, rows=2 * rows)
+    all_rows = np.arange(1, world.size + 1)
+    mean = (all_rows**2).sum() / all_rows.sum()
+    np.testing.assert_allclose(params["v"], mean)
+    np.testing.assert_allclose(params["w"], 2 * mean)
+    with pytest.raises(LayoutError, match="weights='tokens' must be"):
+        OuterSteps(params, comm=world, weights="tokens", **options)
+
+
 RESUMED = {
     "float64": ({"sync_every": 6, "fragments": 3, "delay": 1}, np.float64),
     "int4": ({"sync_every": 4, "delay": 3, "alpha": 0.25, "wire": "int4", "feedback": True}, np.float32),
@@ -325,7 +343,7 @@ MUTANTS = {
         "(1 - self.alpha) * theta + self.alpha * target"),
     "momentum once": ("OuterRule.update", "mean + self.outer_momentum * velocity", "velocity"),
     "momentum is not kept": ("OuterRule.update", "velocity *= self.outer_momentum", "velocity *= 0"),
-    "a sum, not a mean": ("OuterSteps._send", 'op="mean"', 'op="sum"'),
+    "a sum, not a mean": ("OuterSteps._send", '"mean" if', '"sum" if'),
     "a step too late": ("OuterSchedule.applies", "step - self.delay", "step - self.delay - 1"),
     "a step too early": ("OuterSchedule.applies", "step - self.delay", "step - max(0, self.delay - 1)"),
     "fragments in another order on one island": ("OuterSchedule.begins", "(count - 1) % self", "-count % self"),

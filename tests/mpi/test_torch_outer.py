@@ -11,6 +11,7 @@ import fompi
 from fompi.base.errors import LayoutError, MismatchError
 from fompi.parallel.data import SGD
 from fompi.torch import DiLoCo, DistributedDataParallel, LocalSGD, ZeroDataParallel, nn
+from fompi.torch.outer import TrainedModule
 
 pytestmark = [pytest.mark.ranks(mpich=[2, 4], openmpi=[]), pytest.mark.usefixtures("float64")]
 
@@ -335,3 +336,24 @@ def test_islands_of_two_ranks(world, group, inside):
     if inside in ("ddp", "zero"):
         model.close()
     grid.close()
+
+
+@ON_TWO
+@pytest.mark.parametrize("sharded", [False, True])
+def test_an_optimizer_takes_over_the_state_of_another_one(group, sharded):
+    """What a late island gets: as it is, of FSDP2 the uneven parts of this rank."""
+    models = [made(), made()]
+    for model in models if sharded else ():
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    one, other = [TrainedModule(model, adam(model)) for model in models]
+    for t in (1, 2):
+        step(models[0], one.optimizer, 0, t)
+    assert other.is_fresh() and not one.is_fresh()
+    state = iter(one.inner_state({}))
+    other.take_inner(lambda like: next(state))
+    other.take({name: one.get(name) for name in one.named()})
+    assert next(state, None) is None and not other.is_fresh()
+    for each in (one, other):
+        step(each.model, each.optimizer, 0, 3)
+    for name in one.named():
+        assert torch.equal(one.get(name), other.get(name)), name

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from fompi.base.errors import LayoutError
-from fompi.parallel.outer import OuterRule, OuterSchedule, dealt
+from fompi.members.epoch_log import EpochLog, lines_of
+from fompi.parallel.outer import BEHIND, HERE, NEW, SLOW, OuterCopies, OuterRule, OuterSchedule, dealt, roles_of
 
 SCHEDULES = [(h, p, tau) for h in range(1, 13) for p in range(1, h + 1) if h % p == 0 for tau in range(h // p)]
 
@@ -88,3 +89,48 @@ def test_names_are_dealt():
     ]:
         with pytest.raises(LayoutError, match=words):
             dealt(names, fragments)
+
+
+def copies():
+    return OuterCopies({"w": np.zeros(2)}, sync_every=2, outer_lr=1.0, outer_momentum=0.0)
+
+
+def test_what_a_slow_island_has_trained_counts_from_the_copies_of_the_others():
+    island, theta = copies(), {"w": np.array([-1.0, -2.0])}
+    island.steps = 2
+    np.testing.assert_array_equal(island.left(theta.get).terms, [[1.0, 2.0]])
+    island.take_over([np.array([10.0, 20.0])], [1], keeps=True)
+    island.take_over([np.array([30.0, 30.0])], [2], keeps=True)  # again, before the program has it
+    theta |= island.received(theta.get)
+    np.testing.assert_array_equal(theta["w"], [29.0, 28.0])
+    island.steps = 4
+    np.testing.assert_array_equal(island.left(theta.get).terms, [[1.0, 2.0]])
+    island.take_over([np.array([5.0, 5.0])], [3], keeps=False)
+    np.testing.assert_array_equal(island.received(theta.get)["w"], [5.0, 5.0])
+    assert island.received(theta.get) == {}
+
+
+def test_roles_of_islands_that_meet():
+    """By how many exchanges an island has, and by whether it has added to the one that it lacks."""
+    ended = np.array([0, 3, 3, 4, 4])  # the epochs of the last exchanges
+    table = np.array([
+        [7, 30, 0, 0, 4, 0], [0, 0, 0, 0, 0, 0], [6, 28, 28, 0, 4, 0], [6, 28, 28, 0, 3, 0], [4, 20, 20, 0, 3, 0],
+        [4, 20, 20, 0, 2, 0], [1, 20, 20, 0, 4, 0],
+    ])  # fmt: skip
+    assert roles_of(table, table[0], ended) == [HERE, NEW, BEHIND, SLOW, BEHIND, SLOW, SLOW]
+    assert roles_of(table[1:2], table[1], ended) == [HERE]  # all begin
+
+
+def test_a_log_of_epochs_goes_on_where_a_line_is_whole(tmp_path):
+    path = str(tmp_path / "a.log")
+    EpochLog(path, "a").write({"kind": "epoch", "epoch": 1})
+    with open(path, "ab") as file:
+        file.write(b"0123 {")  # it was killed here
+    assert [line for _, line in lines_of(path)] == [{"island": "a", "kind": "epoch", "epoch": 1}]
+    EpochLog(path, "a").write({"kind": "epoch", "epoch": 2})
+    assert [line["epoch"] for _, line in lines_of(path)] == [1, 2]
+    lines = (tmp_path / "a.log").read_text().splitlines()
+    for changed in (lines[::-1], lines[1:], [lines[0], lines[1].replace("2", "3")]):
+        (tmp_path / "a.log").write_text("".join(f"{line}\n" for line in changed))
+        with pytest.raises(LayoutError, match=r"a.log, line \d: it is not as it was written"):
+            list(lines_of(path))
