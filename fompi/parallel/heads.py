@@ -19,6 +19,7 @@ from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_to_all
 from fompi.parallel.arrays import Array, arrived, arrived_from, memory, start, transfer
 from fompi.parallel.attention import check_heads
+from fompi.parallel.shares import dealt
 
 LEAST_NBYTES = 1 << 18
 """A message to one rank is not cut into smaller ones than this."""
@@ -32,14 +33,14 @@ def parts_of(heads: int, nbytes: int) -> list[slice]:
     return [slice(a, b) for a, b in pairwise(ends)]
 
 
-def heads_of(rank: int, size: int, heads: int, kv_heads: int) -> tuple[range, range]:
+def heads_of(rank: int, size: int, heads: int, kv_heads: int, shares: Any = None) -> tuple[range, range]:
     """(the query heads of a rank, the key/value heads that they read)
 
-    Query heads are dealt out as evenly as possible. A key/value head is on every rank that has one of its query heads.
-    Raises LayoutError if `heads` is not a multiple of `kv_heads`.
+    Query heads are dealt out by `shares`, without these as evenly as possible. A key/value head is on every rank that
+    has one of its query heads. Raises LayoutError if `heads` is not a multiple of `kv_heads`, and for wrong shares.
     """
     check_heads(heads, kv_heads)
-    first = offsets(split(heads, size))
+    first = offsets(dealt(shares, "heads", heads, size))
     mine, group = range(first[rank], first[rank + 1]), heads // kv_heads
     return mine, range(mine[0] // group, mine[-1] // group + 1) if mine else range(0)
 
@@ -53,6 +54,7 @@ class Deal:
     comm: Communicator
     part: int = 0
     parts: int = 1
+    shares: Any = None
 
     def slices(self, nbytes: int) -> list[Deal]:
         """All heads, in slices of whole key/value heads of each rank. `nbytes`: a query head of one message."""
@@ -79,7 +81,8 @@ class Deal:
 
     @property
     def _whole(self) -> list[tuple[range, range]]:
-        return [heads_of(rank, self.comm.size, self.heads, self.kv_heads) for rank in range(self.comm.size)]
+        size = self.comm.size
+        return [heads_of(rank, size, self.heads, self.kv_heads, self.shares) for rank in range(size)]
 
     @property
     def reads(self) -> list[int]:
@@ -88,7 +91,7 @@ class Deal:
         return [head // group - keys.start for head in self.queries[self.comm.rank]]
 
     @property
-    def shares(self) -> bool:
+    def overlaps(self) -> bool:
         """True if several ranks have the same key/value head. Their gradients are then summed."""
         return sum(map(len, self.keys)) > len({head for keys in self.keys for head in keys})
 

@@ -30,7 +30,7 @@ from fompi.parallel.arrays import (
     lent,
     start_sum,
 )
-from fompi.parallel.choices import Choice, check_route, choose_backward, chosen, counted, start_count
+from fompi.parallel.choices import Choice, Routed, check_route, choose_backward, chosen, counted, start_count
 from fompi.parallel.differentiable import Differentiable, Gradients
 from fompi.parallel.exchange import Batch, Exchange, check_experts
 from fompi.parallel.section import in_section
@@ -71,16 +71,18 @@ def _gate(
     normalize: bool = True,
     capacity_factor: float | None = None,
     policy: str = "probs",
+    shares: Any = None,
 ) -> tuple[Any, Kept]:
     """weights = softmax(x @ router)[the k best experts]"""
 
-    def check(_: Communicator) -> tuple[str, int, tuple[Tensor, Tensor]]:
-        tx, tr, text = check_route(x, router, k, normalize, capacity_factor, policy)
-        return text, 0, (tx, tr)
+    def check(comm: Communicator) -> tuple[str, int, Routed]:
+        routed, text = check_route(x, router, k, normalize, capacity_factor, policy, shares, comm.size)
+        return text, 0, routed
 
-    group, (tx, tr), _ = enter("route", comm, check)
-    choice, dtype = chosen(tx, tr, k, normalize, capacity_factor, policy), accumulator(tx.dtype)
-    return lent(choice.weights, tx, dtype), Kept(tx, choice.shares.shape, dtype, router=tr, choice=choice, comm=group)
+    group, routed, _ = enter("route", comm, check)
+    choice, tx, dtype = chosen(routed), routed.x, accumulator(routed.x.dtype)
+    kept = {"router": routed.router, "choice": choice, "comm": group}
+    return lent(choice.weights, tx, dtype), Kept(tx, choice.shares.shape, dtype, **kept)
 
 
 def _gate_backward(saved: Kept, dweights: Any) -> Gradients:
@@ -168,7 +170,7 @@ def _experts(x: Any, w1: Any, w2: Any, route: Route, *, activation: str = "silu"
     def check(comm: Communicator) -> tuple[str, int, tuple[Tensor, ...]]:
         tx = borrow(x, "x", None, 2)
         _check_rows("x", tx, sum(route.rows_per_expert))
-        tensors = (tx, *check_experts(w1, w2, tx, len(route.tokens_per_expert), activation, comm))
+        tensors = (tx, *check_experts(w1, w2, tx, route.choice.held, activation, comm))
         return f"{tx.dtype}, {activation}, n={tensors[2].array.shape[2]}", 0, tensors
 
     tensors = enter("experts", _routed(route).comm, check)[1]

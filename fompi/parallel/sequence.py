@@ -244,7 +244,7 @@ def _usp_backward(saved: Kept, do: Any) -> Gradients:
     dq = zeros(across, tq.array.shape, wide, full_dq)
     dkv = zeros(across, (*tk.array.shape[:2], tk.array.shape[2] + tv.array.shape[2]), wide, dk)
     return_all(full_dq, Returns(rows, queries, dq, dtype, across))
-    sent = wide if deal.shares else dtype
+    sent = wide if deal.overlaps else dtype
     return_all(np.concatenate([dk, dv], 2), Returns(rows, keys, dkv, sent, across))
     return _give((dq, dkv[..., : tk.array.shape[2]], dkv[..., tk.array.shape[2] :]), saved)
 

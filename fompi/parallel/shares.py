@@ -1,0 +1,70 @@
+"""Shares of unequal ranks: what each rank gets of something, from `shares=` of a strategy, a module or a wrapper.
+
+    shares = fompi.balance("laptops.json", "llama-1b")        # or a list for each rank, or {"heads": [4, 2, 2], ...}
+    dealt(shares, "columns", 8192, comm.size)
+
+Each user compares what it was dealt with the other ranks, in the agreement with which it begins anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fompi.base.errors import LayoutError, quoted
+from fompi.base.layout import integer, number, split
+from fompi.planner.balance import NAMES, Balance
+
+
+def listed(shares: Any, kind: str, size: int) -> list[Any]:
+    """The numbers of the ranks for this kind of unit. Raises LayoutError for what are no such numbers."""
+    if isinstance(shares, Balance):
+        shares = shares.counts
+    if isinstance(shares, Mapping):
+        if unknown := [name for name in shares if name not in NAMES]:
+            raise LayoutError(f"shares= has {quoted(unknown[0], NAMES)}: it has some of {', '.join(NAMES)}")
+        if kind not in shares:
+            how = "; fompi.balance(..., task='train') has them" if kind in ("rows", "state") else ""
+            raise LayoutError(f"shares= has no {kind}, but {', '.join(shares)}{how}")
+        shares = shares[kind]
+    if not isinstance(shares, Sequence) or isinstance(shares, str):
+        raise LayoutError(f"shares={shares!r} must be what fompi.balance returns, or a number of {kind} for each rank")
+    if len(shares) != size:
+        raise LayoutError(f"shares={[*shares]} are {len(shares)} numbers of {kind}, but there are {size} ranks")
+    return [*shares]
+
+
+def dealt(shares: Any, kind: str, total: int, size: int) -> tuple[int, ...]:
+    """dealt([2, 1, 1], "columns", 8, 3) == (4, 2, 2): how many of `total` units each rank gets
+
+    Without `shares` as evenly as possible. Their sum is `total`, or divides it: then they count larger units. Raises
+    LayoutError for a wrong length, for numbers that are no integers >= 0, and for a sum that does not fit.
+    """
+    if shares is None:
+        return split(total, size)
+    given = listed(shares, kind, size)
+    counts = [*map(integer, given)]
+    if any(n is None or n < 0 for n in counts):
+        raise LayoutError(f"shares={given} of {kind} must be integers >= 0")
+    units = sum(n for n in counts if n is not None)
+    if not units or total % units:
+        raise LayoutError(
+            f"shares={given} of {kind} add up to {units}, but there are {total}: the sum must be {total}, or divide it "
+            "where ranks get whole units of several"
+        )
+    return tuple(total // units * n for n in counts if n is not None)
+
+
+def weights(shares: Any, kind: str, size: int) -> tuple[float, ...]:
+    """weights([2, 1, 1], "rows", 3) == (0.5, 0.25, 0.25): the part of each rank, where only proportions count.
+
+    Without `shares` all are the same. Raises LayoutError for a wrong length, and unless one number is above 0.
+    """
+    if shares is None:
+        return (1 / size,) * size
+    given = listed(shares, kind, size)
+    found = [*map(number, given)]
+    if any(n is None or n < 0 for n in found) or not any(found):
+        raise LayoutError(f"shares={given} of {kind} must be numbers >= 0, and one of them above 0")
+    total = sum(n for n in found if n is not None)
+    return tuple(n / total for n in found if n is not None)
