@@ -381,7 +381,7 @@ def order_on(comm: Communicator) -> str:
     return order_of(comm.how.get("order", "any"))
 
 
-def in_leaves(comm: Communicator, counts: Sequence[int]) -> Communicator:
+def in_leaves(comm: Communicator, counts: Sequence[float]) -> Communicator:
     """The communicator for sums over units of which rank r has counts[r]: it has the leaves of an order of theirs.
 
     Raises PlanError if a leaf has units of two ranks.
@@ -389,10 +389,14 @@ def in_leaves(comm: Communicator, counts: Sequence[int]) -> Communicator:
     canonical = Canonical.of(order_on(comm))
     if canonical is None:
         return comm
-    leaves, units = canonical.leaves, sum(counts)
-    if any(n * leaves % units for n in counts):
-        raise PlanError(f"order={canonical}: shares={[*counts]} cut a leaf, of which each has {units}/{leaves}")
-    return comm.using(order=Canonical(leaves, tuple(n * leaves // units for n in counts)))
+    shares = [n * canonical.leaves / sum(counts) for n in counts]
+    if any(abs(n - round(n)) > SAME for n in shares):
+        raise PlanError(f"order={canonical}: shares={[*counts]} cut a leaf: ranks would have {shares} leaves")
+    return comm.using(order=Canonical(canonical.leaves, tuple(map(round, shares))))
+
+
+SAME = 1e-9
+"""Numbers of leaves that differ by less are the same: shares of rows are fractions."""
 
 
 def leaves_of(comm: Communicator) -> int:

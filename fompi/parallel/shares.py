@@ -9,10 +9,11 @@ Each user compares what it was dealt with the other ranks, in the agreement with
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from fompi.base.errors import LayoutError, quoted
-from fompi.base.layout import integer, number, split
+from fompi.base.layout import integer, number, offsets, split
 from fompi.planner.balance import NAMES, Balance
 
 
@@ -58,13 +59,42 @@ def dealt(shares: Any, kind: str, total: int, size: int) -> tuple[int, ...]:
 def weights(shares: Any, kind: str, size: int) -> tuple[float, ...]:
     """weights([2, 1, 1], "rows", 3) == (0.5, 0.25, 0.25): the part of each rank, where only proportions count.
 
-    Without `shares` all are the same. Raises LayoutError for a wrong length, and unless one number is above 0.
+    Raises LayoutError for a wrong length, and unless one number is above 0.
     """
-    if shares is None:
-        return (1 / size,) * size
     given = listed(shares, kind, size)
     found = [*map(number, given)]
     if any(n is None or n < 0 for n in found) or not any(found):
         raise LayoutError(f"shares={given} of {kind} must be numbers >= 0, and one of them above 0")
     total = sum(n for n in found if n is not None)
     return tuple(n / total for n in found if n is not None)
+
+
+class DataShares(NamedTuple):
+    """The shares of data parallelism, as proportions: of the rows, and of the state of ZeRO. Empty: all alike."""
+
+    rows: tuple[float, ...] = ()
+    state: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, shares: Any, size: int) -> DataShares:
+        """Those of `shares=`. A list for each rank is that of the rows. Raises LayoutError."""
+        if shares is None:
+            return cls()
+        named = getattr(shares, "counts", shares)
+        is_named = isinstance(named, Mapping)
+        rows = () if is_named and "state" in named and "rows" not in named else weights(shares, "rows", size)
+        return cls(rows, weights(shares, "state", size) if is_named and "state" in named else ())
+
+    def factor(self, rank: int) -> float:
+        """What a gradient of this rank is multiplied by, so that the mean over the ranks is that over all rows."""
+        return self.rows[rank] * len(self.rows) if self.rows else 1.0
+
+    def edges(self, total: int, size: int) -> list[int]:
+        """The first of `total` elements that each rank keeps, and the end."""
+        if not self.state:
+            return offsets(split(total, size))
+        return [round(total * part) for part in accumulate(self.state, initial=0.0)]
+
+    def __str__(self) -> str:
+        """What must be the same on all ranks."""
+        return f", shares of rows {[*self.rows]} and state {[*self.state]}" if any(self) else ""

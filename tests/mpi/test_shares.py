@@ -1,5 +1,8 @@
 """shares=: uneven and zero shares give the numbers of one process, and wrong ones are refused on all ranks."""
 
+import copy
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +11,7 @@ from whole_model import TARGET, TOKENS, Parts, Whole, close, full_gradients, row
 
 import fompi
 from fompi.base.errors import LayoutError, MismatchError
+from fompi.parallel.data import AdamW, DataParallel
 from fompi.parallel.shares import dealt, weights
 from fompi.torch import nn
 from fompi.torch.nn import full_state_dict, load_full_state_dict
@@ -96,6 +100,79 @@ def test_an_order_of_leaves_keeps_its_bits(world):
         same_bits(found[0], found[2])
     with pytest.raises(fompi.PlanError, match="cut a leaf"):
         nn.ColumnParallelLinear(8, 16, comm=world, order=fompi.Canonical(8), shares=[7, 5, 4])
+
+
+# ------------------------------------------------------------------------------------------------- data parallelism
+
+ROWS, STATE = [5, 2, 0], [1, 0, 3]
+X, Y = np.linspace(-1, 1, 7 * 4).reshape(7, 4), np.linspace(0, 1, 7 * 3).reshape(7, 3)
+
+
+def trained(comm, counts, leaves=False, **options):
+    """Three steps of AdamW on the mean square of all rows; rank r has counts[r] of them. (state, bytes)"""
+    first = sum(counts[: comm.rank])
+    mine = slice(first, first + counts[comm.rank])
+    params = {"w": np.linspace(-1, 1, 12).reshape(4, 3), "b": np.zeros(3)}
+    with DataParallel(params, optimizer=AdamW(0.1), comm=comm, bucket_nbytes=64, **options) as dp:
+        for _ in range(3):
+            rows_of_leaves = [slice(i, i + 1) for i in range(7)][mine] if leaves else [mine]
+            for rows_of in rows_of_leaves:
+                d = 2 * (X[rows_of] @ dp["w"] + dp["b"] - Y[rows_of]) / max(1, len(X[rows_of]))
+                with dp.no_sync() if rows_of != rows_of_leaves[-1] else nullcontext():
+                    dp.ready("b", d.sum(0))
+                    dp.ready("w", X[rows_of].T @ d)
+            dp.step(clip=0.5)
+        return dp.state_dict(), dp.nbytes
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_mean_is_that_over_all_rows(world, zero):
+    """Rows by one vector, state by another one. The state that is saved is that of one process."""
+    with fompi.Communicator(MPI.COMM_SELF) as alone:
+        expected, _ = trained(alone, [7], zero=zero)
+    found, nbytes = trained(world, ROWS, zero=zero, shares={"rows": ROWS, "state": STATE})
+    for name, value in expected["parameters"].items():
+        assert np.allclose(found["parameters"][name], value, rtol=1e-12)
+        for key, kept in expected["optimizer"][name].items():
+            assert np.allclose(found["optimizer"][name][key], kept, rtol=1e-12)
+    if zero:  # 15 numbers, twice
+        assert abs(nbytes["optimizer"] - 16 * 15 * STATE[world.rank] / 4) <= 32
+    list_only, _ = trained(world, ROWS, zero=zero, shares=ROWS)
+    assert np.allclose(list_only["parameters"]["w"], expected["parameters"]["w"], rtol=1e-12)
+
+
+def test_leaves_by_shares_of_rows_keep_their_bits(world):
+    how = {"order": fompi.Canonical(7), "leaves": True, "zero": 2}
+    with fompi.Communicator(MPI.COMM_SELF) as alone:
+        expected, _ = trained(alone, [7], **how)
+    found, _ = trained(world, [4, 2, 1], shares={"rows": [4, 2, 1], "state": STATE}, **how)
+    for name, value in expected["parameters"].items():
+        assert np.array_equal(found["parameters"][name], value)
+
+
+def test_wrong_shares_of_rows(world):
+    for shares in ([1, 2], [0, 0, 0], [1, -1, 1], {"heads": [1, 1, 1]}, [1, 1, 1 + world.rank]):
+        with pytest.raises((LayoutError, MismatchError)):
+            trained(world, ROWS, shares=shares)
+        with pytest.raises((LayoutError, MismatchError)):
+            fompi.torch.DistributedDataParallel(torch.nn.Linear(4, 3), world, shares=shares)
+
+
+@pytest.mark.parametrize("wire", [None, "float16"])
+def test_torch_averages_over_all_rows(world, wire):
+    torch.manual_seed(5)
+    whole, mine = torch.nn.Linear(4, 3).float(), slice(sum(ROWS[: world.rank]), sum(ROWS[: world.rank + 1]))
+    x, y = torch.tensor(X).float(), torch.tensor(Y).float()
+    model = fompi.torch.DistributedDataParallel(copy.deepcopy(whole), world, shares=ROWS, wire=wire)
+    for _ in range(2):  # the second gradient is added to the first one
+        (whole(x) - y).square().mean().backward()
+        with model.no_sync():
+            pass
+        output = model(x[mine])
+        ((output - y[mine]).square().mean() if ROWS[world.rank] else output.sum()).backward()
+    for a, b in zip(whole.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad, rtol=2e-3 if wire else 1e-5)
+    model.close()
 
 
 def test_dealt():
