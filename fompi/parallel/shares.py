@@ -69,6 +69,12 @@ def weights(shares: Any, kind: str, size: int) -> tuple[float, ...]:
     return tuple(n / total for n in found if n is not None)
 
 
+def in_proportion(total: int, parts: Sequence[float]) -> list[int]:
+    """The first of `total` elements of each part, and the end. A part of 0 gets none."""
+    whole = sum(parts) or 1
+    return [round(total * part / whole) for part in accumulate(parts, initial=0)]
+
+
 class DataShares(NamedTuple):
     """The shares of data parallelism, as proportions: of the rows, and of the state of ZeRO. Empty: all alike."""
 
@@ -91,9 +97,7 @@ class DataShares(NamedTuple):
 
     def edges(self, total: int, size: int) -> list[int]:
         """The first of `total` elements that each rank keeps, and the end."""
-        if not self.state:
-            return offsets(split(total, size))
-        return [round(total * part) for part in accumulate(self.state, initial=0.0)]
+        return in_proportion(total, self.state) if self.state else offsets(split(total, size))
 
     def __str__(self) -> str:
         """What must be the same on all ranks."""
