@@ -31,11 +31,12 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from fompi.base.errors import LayoutError, PlanError
 from fompi.base.layout import accumulator, integer, itemsize
 from fompi.parallel.actions import Action, Actions, Step, actions, parts, placement_in
+from fompi.parallel.shares import dealt
 from fompi.parallel.stages import Passed, StageWriter, name_of, plan_of, seconds_of
 from fompi.parallel.step_problem import KINDS, LayerForm, StepProblem
 from fompi.plans.plan import Chunk, Compute, Plan, Program, Recv, Send, UserKernel
@@ -52,6 +53,13 @@ Halves = list[Chunk]
 """The two halves of the rows of a rank."""
 
 
+class StageKeywords(TypedDict, total=False):
+    """How stages are made of layers: the stages of each place on pp (1), and how many layers each place has."""
+
+    chunks: int
+    shares: Any
+
+
 def plan(
     schedule: str | Sequence[Sequence[Step | str]] = "1f1b",
     *,
@@ -59,9 +67,9 @@ def plan(
     microbatches: int,
     layers: Sequence[int | LayerForm],
     shape: tuple[int, int],
-    chunks: int = 1,
     dtype: str = "float32",
     seconds: Mapping[str, float | Sequence[float]] | None = None,
+    **stages: Unpack[StageKeywords],
 ) -> Plan:
     """The plan of a step on the ranks of a mesh, such as {"dp": 2, "tp": 2, "pp": 2}: tp innermost, pp outermost.
 
@@ -69,11 +77,13 @@ def plan(
     (rows of a rank, features). `schedule` is as for `pipeline.actions`, with F and B; a forward and a backward side by
     side alternate, layer by layer. `seconds` maps "F", "B" and "U" to the seconds of the forward, of the backward and
     of the update of a layer, on a rank and for a micro-batch, for all layers or for each one: they are needed to
-    simulate it. Each of the three kernels of attention takes a third.
+    simulate it. Each of the three kernels of attention takes a third. `shares`: how many layers each place on pp has
+    (`fompi.parallel.shares`). The first and the last stage need one.
     Raises PlanError for wrong actions, and LayoutError for sizes that do not fit.
     """
     if unknown := {*mesh} - {"dp", "tp", "pp"}:
         raise LayoutError(f"mesh={mesh!r} has the axis {min(unknown)!r}: a step has dp, tp and pp")
+    chunks, shares = _stages(**stages)
     axes = dp, tp, pp = tuple(mesh.get(name, 1) for name in ("dp", "tp", "pp"))
     if any((integer(n) or 0) < 1 for n in (*axes, *shape, chunks)):
         raise LayoutError(f"mesh={mesh!r}, shape={shape!r}, chunks={chunks!r}: they must be integers >= 1")
@@ -82,11 +92,18 @@ def plan(
     listed = actions(schedule, pp, microbatches, chunks)
     if {action.kind for steps in listed for action in parts(steps)} - {"F", "B"}:
         raise PlanError("a step needs whole backwards: take actions F and B, such as those of 1f1b or interleaved")
-    form = forms, tuple(map(int, shape)), chunks, placement_in(listed, chunks)
+    counts = () if shares is None else dealt(shares, "layers", len(forms), pp)
+    form = forms, tuple(map(int, shape)), chunks, placement_in(listed, chunks), counts
     problem = StepProblem("training step", dp * tp * pp, dtype, axes, microbatches, *form)  # type: ignore[arg-type]
+    if not (problem.layers_of(0) and problem.layers_of(problem.stages - 1)):
+        raise PlanError(f"shares={[*counts]} of layers: the first and the last of {problem.stages} stages need one")
     kernels = tuple(UserKernel(name, _seconds(name, seconds or {}, problem)) for name in KERNELS)
 
     return plan_of(problem, name_of(schedule), kernels, partial(_StepWriter, problem, listed))
+
+
+def _stages(chunks: int = 1, shares: Any = None) -> tuple[int, Any]:
+    return chunks, shares
 
 
 def _forms(layers: Sequence[int | LayerForm], stages: int) -> tuple[LayerForm, ...]:

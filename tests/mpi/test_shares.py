@@ -12,6 +12,7 @@ from whole_model import TARGET, TOKENS, Parts, Whole, close, full_gradients, row
 import fompi
 from fompi.base.errors import LayoutError, MismatchError
 from fompi.parallel.data import AdamW, DataParallel
+from fompi.parallel.pipeline import Pipeline
 from fompi.parallel.shares import dealt, weights
 from fompi.torch import nn
 from fompi.torch.nn import full_state_dict, load_full_state_dict
@@ -173,6 +174,76 @@ def test_torch_averages_over_all_rows(world, wire):
     for a, b in zip(whole.parameters(), model.parameters(), strict=True):
         assert torch.allclose(a.grad, b.grad, rtol=2e-3 if wire else 1e-5)
     model.close()
+
+
+# ------------------------------------------------------------------------------------------------------- layers
+
+
+class Tanh:
+    """y = tanh(x @ w), as a stage whose backward has two parts, or one."""
+
+    def __init__(self, w):
+        self.w, self.dw = w, np.zeros_like(w)
+
+    def forward(self, x):
+        y = np.tanh(x @ self.w)
+        return y, (x, y)
+
+    def backward_input(self, saved, dy):
+        x, y = saved
+        dh = dy * (1 - y * y)
+        return dh @ self.w.T, (x, dh)
+
+    def backward_weight(self, rest):
+        x, dh = rest
+        self.dw += x.T @ dh
+
+
+@pytest.mark.parametrize(("schedule", "shares"), [("1f1b", [3, 0, 2]), ("zb-h1", [1, 4, 0]), ("1f1b", [0, 0, 5])])
+def test_a_pipeline_has_runs_of_layers(world, schedule, shares):
+    weights = [np.random.default_rng(i).standard_normal((3, 3)) for i in range(5)]
+    inputs, targets = ([np.random.default_rng(i).standard_normal((2, 3)) for i in range(k, k + 3)] for k in (9, 19))
+    first = sum(shares[: world.rank])
+
+    def loss(y, target):
+        return 0.5 * ((y - target) ** 2).sum(), y - target
+
+    found = []
+    with fompi.Communicator(MPI.COMM_SELF) as alone:
+        for comm, how in ((alone, [5]), (world, shares)):
+            layers = [Tanh(w) for w in weights]
+            named = {"microbatches": 3, "schedule": schedule, "activations": (2, 3), "dtype": "float64"}
+            with Pipeline(layers, comm=comm, loss=loss, shares=how, **named) as pipe:
+                losses = pipe.step(inputs if comm.rank == 0 else None, targets if comm.rank + 1 == comm.size else None)
+                found.append((losses, pipe.input_gradients, [layer.dw for layer in layers]))
+    (losses, gradients, dws), (ours, input_gradients, mine) = found
+    assert ours is None or np.allclose(ours, losses)
+    assert input_gradients is None or np.allclose(input_gradients, gradients)
+    for i in range(first, first + shares[world.rank]):
+        assert np.allclose(mine[i], dws[i], rtol=1e-12)
+
+
+def test_a_pipeline_of_modules(world):
+    torch.manual_seed(2)
+    modules = [torch.nn.Linear(3, 3) for _ in range(5)]
+    x, target = torch.linspace(-1, 1, 12).view(2, 2, 3), torch.linspace(0, 1, 12).view(2, 2, 3)
+    whole = torch.nn.Sequential(*copy.deepcopy(modules))
+    expected = [torch.nn.functional.mse_loss(whole(a), b) for a, b in zip(x, target, strict=True)]
+    sum(expected).backward()
+    shares = [2, 0, 3]
+    how = {"microbatches": 2, "activations": (2, 3), "dtype": "float64", "loss": torch.nn.functional.mse_loss}
+    with fompi.torch.Pipeline(modules, comm=world, shares={"layers": shares}, **how) as pipe:
+        losses = pipe.step(list(x) if world.rank == 0 else None, list(target) if world.rank == 2 else None)
+        outputs = pipe.forward(list(x) if world.rank == 0 else None)
+    if world.rank == 2:
+        assert torch.allclose(torch.stack(losses), torch.stack(expected).detach())
+        assert torch.allclose(torch.stack(outputs), whole(x).detach())
+    first = sum(shares[: world.rank])
+    for i in range(first, first + shares[world.rank]):
+        assert torch.allclose(modules[i].weight.grad, whole[i].weight.grad)
+    for wrong in ([2, 0, 4], [2, 3], [2 - world.rank, 0, 3 + world.rank]):
+        with pytest.raises((LayoutError, MismatchError)):
+            fompi.torch.Pipeline(modules, comm=world, shares=wrong, **how)
 
 
 def test_dealt():
