@@ -104,11 +104,7 @@ class ToHeads:
     """
 
     def __init__(
-        self,
-        arrays: Sequence[tuple[Array, list[range]]],
-        rows: Sequence[int],
-        dtype: str,
-        comm: Communicator,
+        self, arrays: Sequence[tuple[Array, list[range]]], rows: Sequence[int], dtype: str, comm: Communicator
     ):
         self.arrays, self.rows, self.comm = arrays, rows, comm
         parts = [self._heads_of(rank) if rank != comm.rank else [] for rank in range(comm.size)]

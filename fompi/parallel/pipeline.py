@@ -95,8 +95,8 @@ class Pipeline(PlannedStep):
     - `backward(saved, dy) -> dx`, or its two parts: `backward_input(saved, dy) -> (dx, rest)` and then
       `backward_weight(rest)`. The zero-bubble schedules need the parts.
 
-    With `shares` the `stages` are all layers of the model, the same on all ranks, and this rank has a run of them: of as
-    many as the shares say (`fompi.parallel.shares`). A rank without a layer hands on what it gets.
+    With `shares` the `stages` are all layers of the model, the same on all ranks, and this rank has a run of as many
+    as the shares say (`fompi.parallel.shares`). A rank without a layer hands on what it gets.
 
     `activations[s]` is the shape of what stage s hands on, for all stages but the last. One shape is that of all
     stages. `dtype` is that of all of them. `loss(y, target) -> (value, dy)` is called on the last stage. `schedule` is

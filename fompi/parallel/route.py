@@ -19,17 +19,7 @@ from fompi.backends.numbers import filled, widen
 from fompi.base.errors import DtypeError, LayoutError, ShapeError
 from fompi.base.layout import accumulator
 from fompi.engine.communicator import Communicator
-from fompi.parallel.arrays import (
-    Array,
-    Kept,
-    arrived,
-    borrow,
-    enter,
-    enter_backward,
-    give,
-    lent,
-    start_sum,
-)
+from fompi.parallel.arrays import Array, Kept, arrived, borrow, enter, enter_backward, give, lent, start_sum
 from fompi.parallel.choices import Choice, Routed, check_route, choose_backward, chosen, counted, start_count
 from fompi.parallel.differentiable import Differentiable, Gradients
 from fompi.parallel.exchange import Batch, Exchange, check_experts

@@ -104,41 +104,26 @@ class Sharding:
 @lru_cache(maxsize=1024)
 def _indices(sharding: Sharding, rank: int) -> Array:
     ring_rank, ulysses_rank = divmod(rank, sharding.ulysses)
-    ring, parts = sharding.ring, []
-    if sharding.shares is not None:
-        return _by_shares(sharding, sharding.shares, ring_rank, ulysses_rank)
-    if sharding.layout == "contiguous":
-        parts.append(_run(0, sharding.length, ring, ring_rank))
-    else:
-        ends = sharding.cu_seqlens or (0, sharding.length)
-        for begin, end in pairwise(ends):
-            parts += [_run(begin, end, 2 * ring, piece) for piece in (ring_rank, 2 * ring - 1 - ring_rank)]
-    tokens = np.concatenate(parts)
-    mine: Array = tokens[_run(0, len(tokens), sharding.ulysses, ulysses_rank)]
-    mine.flags.writeable = False
-    return mine
-
-
-def _by_shares(sharding: Sharding, shares: Sequence[int], ring_rank: int, ulysses_rank: int) -> Array:
-    """The same for unequal shares. The two pieces of a zigzag are as far from the middle: a token is as much work."""
-    places, parts = [shares[i : i + sharding.ulysses] for i in range(0, len(shares), sharding.ulysses)], []
+    shares, parts, count = sharding.shares or (), [], sharding.ulysses
+    places = [shares[i : i + count] for i in range(0, len(shares), count)]
     is_zigzag = sharding.layout != "contiguous"
-    for begin, end in pairwise(sharding.cu_seqlens or (0, sharding.length) if is_zigzag else (0, sharding.length)):
-        sizes = [b - a for a, b in pairwise(in_proportion(end - begin, [*map(sum, places)]))]
-        pieces = [(n + 1) // 2 for n in sizes] + [n // 2 for n in reversed(sizes)] if is_zigzag else sizes
+    for begin, end in pairwise((is_zigzag and sharding.cu_seqlens) or (0, sharding.length)):
+        sizes = _dealt(end - begin, [*map(sum, places)], sharding.ring)
+        # both pieces of a zigzag are as far from the middle: so a token is as much work on all ranks
+        pieces = [*((n + 1) // 2 for n in sizes), *(n // 2 for n in reversed(sizes))] if is_zigzag else sizes
         ends = offsets(pieces)
         for piece in (ring_rank, len(pieces) - 1 - ring_rank)[: 1 + is_zigzag]:
             parts.append(np.arange(begin + ends[piece], begin + ends[piece + 1]))
     tokens = np.concatenate(parts)
-    mine: Array = tokens[slice(*in_proportion(len(tokens), places[ring_rank])[ulysses_rank:][:2])]
+    first = offsets(_dealt(len(tokens), places[ring_rank] if places else (), count))
+    mine: Array = tokens[first[ulysses_rank] : first[ulysses_rank + 1]]
     mine.flags.writeable = False
     return mine
 
 
-def _run(begin: int, end: int, pieces: int, piece: int) -> Array:
-    """The numbers of one of `pieces` runs of begin, ..., end - 1."""
-    first = offsets(split(end - begin, pieces))
-    return np.arange(begin + first[piece], begin + first[piece + 1])
+def _dealt(count: int, shares: Sequence[int], ranks: int) -> Sequence[int]:
+    """So many tokens by shares, or as evenly as possible."""
+    return [b - a for a, b in pairwise(in_proportion(count, shares))] if shares else split(count, ranks)
 
 
 def in_few_words(sharding: Sharding) -> str:

@@ -28,16 +28,7 @@ from fompi.model.machine import Machine
 from fompi.planner.demands import MIB, Demands
 from fompi.planner.layers import Transformer
 from fompi.planner.layout import MOST_RANKS, UNITS, USABLE, model_of
-from fompi.planner.shares import (
-    Counts,
-    Phase,
-    Ring,
-    cut_by_slowest,
-    cut_layers,
-    deal,
-    deal_in_memory,
-    deal_in_rounds,
-)
+from fompi.planner.shares import Counts, Phase, Ring, cut_by_slowest, cut_layers, deal, deal_in_memory, deal_in_rounds
 from fompi.traces.timeline import timelines
 from fompi.traces.trace import Event, Trace
 

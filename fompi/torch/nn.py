@@ -50,13 +50,7 @@ from fompi.parallel.attention import check_heads
 from fompi.parallel.choices import check_choice
 from fompi.plans.tree import Canonical, folded
 from fompi.torch.checkpoint import clip_grad_norm_, full_state_dict, load_full_state_dict, replicated
-from fompi.torch.sharded import (
-    PartLayout,
-    Sharded,
-    enter_module,
-    fill_linear,
-    runs_of,
-)
+from fompi.torch.sharded import PartLayout, Sharded, enter_module, fill_linear, runs_of
 
 __all__ = [
     "AllReduceRMSNorm",
@@ -269,15 +263,7 @@ class LayerNorm(_Norm):
     of the rows of all ranks, of as many rows each.
     """
 
-    def __init__(
-        self,
-        features: int,
-        eps: float = 1e-5,
-        bias: bool = True,
-        *,
-        comm: Any = None,
-        **how: Any,
-    ):
+    def __init__(self, features: int, eps: float = 1e-5, bias: bool = True, *, comm: Any = None, **how: Any):
         super().__init__(features, eps, ("weight", "bias") if bias else ("weight",), comm, how)
         if not bias:
             self.register_parameter("bias", None)
@@ -292,14 +278,7 @@ class RMSNorm(_Norm):
     Otherwise as `LayerNorm`; weight is that of `torch.nn.RMSNorm(features, eps)`.
     """
 
-    def __init__(
-        self,
-        features: int,
-        eps: float = 1e-6,
-        *,
-        comm: Any = None,
-        **how: Any,
-    ):
+    def __init__(self, features: int, eps: float = 1e-6, *, comm: Any = None, **how: Any):
         super().__init__(features, eps, ("weight",), comm, how)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -318,15 +297,7 @@ class AllReduceRMSNorm(_Norm):
     `order` is that of the sum (`fompi.parallel.tensor.all_reduce_rmsnorm`).
     """
 
-    def __init__(
-        self,
-        features: int,
-        eps: float = 1e-6,
-        *,
-        sharded: bool = False,
-        comm: Any = None,
-        **how: Any,
-    ):
+    def __init__(self, features: int, eps: float = 1e-6, *, sharded: bool = False, comm: Any = None, **how: Any):
         super().__init__(features, eps, ("weight",), comm, how)
         self.sharded = bool(sharded)
 
@@ -409,13 +380,7 @@ class VocabParallelEmbedding(Sharded):
     """
 
     def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        *,
-        comm: Any = None,
-        sequence_parallel: bool = True,
-        **how: Any,
+        self, num_embeddings: int, embedding_dim: int, *, comm: Any = None, sequence_parallel: bool = True, **how: Any
     ):
         sizes = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
         options = {"sequence_parallel": sequence_parallel}
