@@ -139,6 +139,7 @@ _prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.c
 
 DOORS.bind, DOORS.prepare = BoundCall, _prepare
 DOORS.measure = _late("fompi.tuning.autotune", "measured_schedule")
+DOORS.machine = _late("fompi.tuning.calibrate", "measured")
 DOORS.differentiable = _late("fompi.torch.autograd", "differentiable")
 DOORS.strategy_of_torch = _late("fompi.torch.autograd", "attached")
 DOORS.modes_of_torch = _late("fompi.torch.private", "modes")

@@ -14,6 +14,7 @@ from fompi.base.errors import LayoutError, MismatchError
 from fompi.parallel.data import AdamW, DataParallel
 from fompi.parallel.pipeline import Pipeline
 from fompi.parallel.shares import dealt, weights
+from fompi.planner.layers import Transformer
 from fompi.torch import nn
 from fompi.torch.nn import full_state_dict, load_full_state_dict
 
@@ -252,3 +253,14 @@ def test_dealt():
     found = fompi.balance("laptops", "llama-1b")
     assert dealt(found, "columns", 8192, 4) == found.counts["columns"]
     assert np.isclose(sum(weights({"rows": [3, 2, 2]}, "rows", 3)), 1)
+
+
+@pytest.mark.timeout(120)
+def test_balance_measures_the_ranks_of_a_communicator(world):
+    sizes = Transformer(2, 64, 96, 3, 64, "made up", 8, 8, 101)
+    found = fompi.balance(world, sizes)
+    assert len(found.counts["heads"]) == world.size and sum(found.counts["columns"]) == 96
+    texts = fompi.all_gather(np.frombuffer(str(found).encode().ljust(4096), np.uint8)[None], comm=world)
+    assert (texts == texts[0]).all()
+    with pytest.raises(MismatchError, match="prefill"):
+        fompi.balance(world, sizes, task="prefill" if world.rank else "decode")
