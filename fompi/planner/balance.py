@@ -221,10 +221,10 @@ def balance(
 
     `machine` is a Machine, the name of a preset or the path of a file: `speeds`, `memories` and `disk_rates` say how
     ranks differ. Or it is a communicator, whose ranks measure it now, for some seconds: collective, with the same
-    result on all of them. `model` is a name in `fompi.planner.layers.MODELS`, or a `Transformer`. `ranks` is their number
-    (without it as many as these lists have). `task`: "decode" (a token of each of `batch` sequences, 1), "prefill"
-    (all tokens of them) or "train" (a step of `batch` sequences, 32, with AdamW and the ZeRO stage `zero`). `dtype` is
-    that of weights and activations.
+    result on all of them. `model` is a name in `fompi.planner.layers.MODELS`, or a `Transformer`. `ranks` is their
+    number (without it as many as these lists have). `task`: "decode" (a token of each of `batch` sequences, 1),
+    "prefill" (all tokens of them) or "train" (a step of `batch` sequences, 32, with AdamW and the ZeRO stage `zero`).
+    `dtype` is that of weights and activations.
 
     Raises LayoutError for numbers out of range, and if the model does not fit into the memory of the ranks. Raises
     PackageError if memory decides, and SciPy is missing.

@@ -224,15 +224,10 @@ class _Calibration:
         self.say("kernels and memory of each rank")
         memories = self._memories()
         unequal = memories if min(memories) < fit.FULL_RATE * max(memories) else ()
-        rates: dict[str, Any] = {
-            "flops_rate": flops_rate,
-            "memory_rate": memory_rate,
-            "overhead": overhead,
-            "pack_rate": pack_rate,
-        }
-        return self._machine(**rates, speeds=self._speeds(), memory=min(memories), memories=unequal)
+        rates = {"flops_rate": flops_rate, "memory_rate": memory_rate, "overhead": overhead, "pack_rate": pack_rate}
+        return replace(self._machine(**rates), speeds=self._speeds(), memory=min(memories), memories=unequal)
 
-    def _machine(self, on: str = "", **kernels: Any) -> Machine:
+    def _machine(self, on: str = "", /, **kernels: Any) -> Machine:
         """A machine with these kernels, whose links cost nothing yet."""
         mpi, (name, where) = library(), place(self.mpi)
         what = f"{where}{on}, {mpi.name} {mpi.version}, fompi {__version__}, float32"
