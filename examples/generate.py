@@ -388,9 +388,7 @@ class Model:
             busy, unit = [of_rank[i] for of_rank in seconds], 1
             if kind == "heads":  # whole groups of heads that share one of k and v
                 unit = config["num_attention_heads"] // config["num_key_value_heads"]
-            slow = [
-                t / max(1, n) for t, n in zip(busy, counts[kind], strict=True)
-            ]  # of a rank without units nothing is known
+            slow = [t / max(1, n) for t, n in zip(busy, counts[kind], strict=True)]
             phase = Phase((kind,), (sum(counts[kind]) // unit,), tuple(((0.0, (s * unit,)),) for s in slow), (0.0,))
             # of a rank without units nothing is known
             found = deal(phase, [rank for rank, n in enumerate(counts[kind]) if n])

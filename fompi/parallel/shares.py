@@ -56,6 +56,13 @@ def dealt(shares: Any, kind: str, total: int, size: int) -> tuple[int, ...]:
     return tuple(total // units * n for n in counts if n is not None)
 
 
+def features(shares: Any, total: int, size: int) -> tuple[int, ...]:
+    """`dealt` of the features of a linear layer: those of columns, if there are `total` of these, else of heads."""
+    named = getattr(shares, "counts", shares)
+    is_mlp = not isinstance(named, Mapping) or sum(named.get("columns", ())) == total or "heads" not in named
+    return dealt(shares, "columns" if is_mlp else "heads", total, size)
+
+
 def weights(shares: Any, kind: str, size: int) -> tuple[float, ...]:
     """weights([2, 1, 1], "rows", 3) == (0.5, 0.25, 0.25): the part of each rank, where only proportions count.
 

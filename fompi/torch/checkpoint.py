@@ -87,6 +87,12 @@ PRUNED = ("_orig", "_mask")
 """What `torch.nn.utils.prune` appends to the name of a parameter: both have the layout of the parameter."""
 
 
+def layouts_in(part: torch.nn.Module) -> Mapping[str, PartLayout]:
+    """Those of a `Sharded` module, and of one whose parameters `parallelize_module` has dealt by shares."""
+    found: Mapping[str, PartLayout] = getattr(part, "layouts", {})
+    return found
+
+
 def layouts_of(module: torch.nn.Module) -> dict[str, tuple[Communicator, PartLayout]]:
     """The parameters that `Sharded` modules hold, by all their names in `module.state_dict()`.
 
@@ -96,8 +102,8 @@ def layouts_of(module: torch.nn.Module) -> dict[str, tuple[Communicator, PartLay
     held: dict[int, tuple[Communicator, PartLayout]] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
         before = f"{prefix}." if prefix else ""
-        if isinstance(part, Sharded):
-            for name, layout in part.layouts.items():
+        if part_layouts := layouts_in(part):
+            for name, layout in part_layouts.items():
                 for own in (name, *(name + end for end in PRUNED if name not in part._parameters)):
                     found[before + own] = part.comm.plain, layout
                     if (parameter := part._parameters.get(own)) is not None:
@@ -110,11 +116,7 @@ def _check_all_known(module: torch.nn.Module, layouts: Mapping[str, tuple[Commun
 
     A parametrization, such as a weight norm, has computed it from the part of this rank.
     """
-    inside = [
-        prefix
-        for prefix, part in module.named_modules(remove_duplicate=False)
-        if isinstance(part, Sharded) and part.layouts
-    ]
+    inside = [prefix for prefix, part in module.named_modules(remove_duplicate=False) if layouts_in(part)]
     for name in module.state_dict():
         if name not in layouts and any(not prefix or name.startswith(f"{prefix}.") for prefix in inside):
             raise LayoutError(
