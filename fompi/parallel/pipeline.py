@@ -57,12 +57,21 @@ class Layers:
         saved = []
         for layer in self.layers:
             x, kept = layer.forward(x)
-            saved.append(kept)
-        return x, saved
+            saved.append((layer, kept))
+        return x, saved[::-1]
+
+    def backward(self, saved: list[Any], dy: Any) -> Any:
+        for layer, kept in saved:
+            if hasattr(layer, "backward"):
+                dy = layer.backward(kept, dy)
+            else:
+                dy, rest = layer.backward_input(kept, dy)
+                layer.backward_weight(rest)
+        return dy
 
     def backward_input(self, saved: list[Any], dy: Any) -> tuple[Any, list[Any]]:
         rests = []
-        for layer, kept in zip(reversed(self.layers), reversed(saved), strict=True):
+        for layer, kept in saved:
             dy, rest = layer.backward_input(kept, dy)
             rests.append((layer, rest))
         return dy, rests
@@ -70,17 +79,6 @@ class Layers:
     def backward_weight(self, rests: list[Any]) -> None:
         for layer, rest in rests:
             layer.backward_weight(rest)
-
-
-class WholeLayers(Layers):
-    """The same of layers whose backward has one part."""
-
-    backward_input = backward_weight = None  # type: ignore[assignment]
-
-    def backward(self, saved: list[Any], dy: Any) -> Any:
-        for layer, kept in zip(reversed(self.layers), reversed(saved), strict=True):
-            dy = layer.backward(kept, dy)
-        return dy
 
 
 class Pipeline(PlannedStep):
@@ -212,11 +210,9 @@ class Pipeline(PlannedStep):
         first, rank = offsets(counts), self.comm.rank
         return [self._joined(stages[first[rank] : first[rank + 1]])], f", shares={[*counts]}"
 
-    @staticmethod
-    def _joined(layers: Sequence[Any]) -> Any:
+    def _joined(self, layers: Sequence[Any]) -> Any:
         """These layers as a stage."""
-        has_parts = all(hasattr(layer, "backward_input") for layer in layers)
-        return (Layers if has_parts else WholeLayers)(layers)
+        return Layers(layers)
 
     def _bind_stages(self, plan: Plan) -> Executor:
         used = {}
@@ -236,7 +232,10 @@ class Pipeline(PlannedStep):
             raise PlanError(f"framework={quoted(self.framework, FRAMEWORKS)} must be one of {', '.join(FRAMEWORKS)}")
         if not callable(self.loss):
             raise PlanError(f"loss={self.loss!r} must be a function of y and a target")
-        for number, stage in self._by_number.items():
+        layers = [
+            (number, each) for number, stage in self._by_number.items() for each in getattr(stage, "layers", [stage])
+        ]
+        for number, stage in layers:
             parts = [callable(getattr(stage, name, None)) for name in ("backward_input", "backward_weight")]
             wanted = ["forward"]
             if "backward_input" in kinds:

@@ -53,20 +53,10 @@ from fompi.torch.checkpoint import clip_grad_norm_, full_state_dict, load_full_s
 from fompi.torch.sharded import PartLayout, Sharded, enter_module, fill_linear, runs_of
 
 __all__ = [
-    "AllReduceRMSNorm",
-    "ColumnParallelLinear",
-    "LayerNorm",
-    "MoE",
-    "ParallelAttention",
-    "RMSNorm",
-    "RowParallelLinear",
-    "VocabParallelEmbedding",
-    "clip_grad_norm_",
-    "full_state_dict",
-    "load_full_state_dict",
-    "replicated",
-    "sum_gradients",
-]
+    "AllReduceRMSNorm", "ColumnParallelLinear", "LayerNorm", "MoE", "ParallelAttention", "RMSNorm",
+    "RowParallelLinear", "VocabParallelEmbedding", "clip_grad_norm_", "full_state_dict", "load_full_state_dict",
+    "replicated", "sum_gradients",
+]  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------- linear layers
 

@@ -247,7 +247,18 @@ class _Linear:
 
     def by_shares(self, x: Any) -> Any:
         """The product of unequal parts, without a fused operation."""
-        raise NotImplementedError
+        w, bias = self.module.weight, self.module.bias
+        if self.layout == REPLICATE:
+            return F.linear(_local(x, Partial()), w, bias)
+        y = self.given(DTensor.from_local(F.linear(_local(x), w), self.mesh, (Partial(),)))
+        return y if bias is None else y + self.bias(self.style.output_layouts[0])
+
+    def bias(self, output: Any) -> Any:
+        """The bias for an output with this placement. Of a sharded one each rank knows a term of its gradient."""
+        bias = self.module.bias
+        if bias is None or isinstance(bias, DTensor) or output == Replicate():
+            return _local(bias, Replicate() if output == Replicate() else Partial())
+        return sum_gradients(bias, comm=self.module.comm)[0]
 
     def given(self, y: DTensor) -> Any:
         """y in the layout that the style promises."""
@@ -294,9 +305,6 @@ class ColwiseLinear(_Linear):
             return F.linear(_cast(_local(input, Partial()))[0], w, bias)
         return torch.ops.fompi.replicated_matmul(x, w.t(), bias, self.group, _layer(self.number))
 
-    def by_shares(self, x: Any) -> Any:
-        return F.linear(_local(x, Partial()), self.module.weight, self.module.bias)
-
 
 class RowwiseLinear(_Linear):
     layout = LAST
@@ -325,17 +333,6 @@ class RowwiseLinear(_Linear):
         counts, words = _uneven(x.shape[dim], self.size), self.words(x, w, bias)
         common = {"dim": dim, "counts": counts, "comm": self.group, "words": words}
         return _node("matmul_reduce_scatter", x=x, w=w.t(), bias=bias, **common).contiguous()
-
-    def bias(self, output: Any) -> Any:
-        """The bias for an output with this placement. Of a sharded one each rank knows a term of its gradient."""
-        bias = self.module.bias
-        if bias is None or isinstance(bias, DTensor) or output == Replicate():
-            return _local(bias, Replicate() if output == Replicate() else Partial())
-        return sum_gradients(bias, comm=self.module.comm)[0]
-
-    def by_shares(self, x: Any) -> Any:
-        y = self.given(DTensor.from_local(F.linear(_local(x), self.module.weight), self.mesh, (Partial(),)))
-        return y if self.module.bias is None else y + self.bias(self.style.output_layouts[0])
 
     def columns(self, x: Tensor) -> Tensor:
         """A local tensor with the columns of this rank, or a DTensor whose last dimension is sharded."""

@@ -75,7 +75,7 @@ class Pipeline(pipeline.Pipeline):
             wanted = [(x, g) for x, g in zip(self._inputs, self.input_gradients, strict=True) if _requires_grad(x)]
             torch.autograd.backward([x for x, _ in wanted], [g for _, g in wanted])
 
-    def _joined(self, layers: Sequence[Any]) -> Stage:  # type: ignore[override]
+    def _joined(self, layers: Sequence[Any]) -> Stage:
         return Stage(torch.nn.Sequential(*[stage.module for stage in layers]), self)
 
     @property
