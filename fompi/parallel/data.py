@@ -535,6 +535,18 @@ class DataParallel:
         self._end_cycle_together("load_state_dict")
         load_state(self, state)
 
+    def rebalance(self, shares: Any) -> None:
+        """Other shares of rows and state from the next step on: state moves to other ranks, bit by bit. Collective.
+
+        Between two steps. Raises the errors of the constructor on all ranks; nothing changes then.
+        """
+        state, options = self.state_dict(), {f.name: getattr(self.options, f.name) for f in fields(Options)}
+        options |= {**self._how, "shares": shares}
+        made = DataParallel(state["parameters"], optimizer=self.optimizer, comm=self.comm, **options)
+        made.load_state_dict(state)
+        self.close()
+        vars(self).update(vars(made))
+
     # --------------------------------------------------------------------------------------------------- errors
     def _bucket_of(self, name: str) -> Bucket:
         if name not in self._index:

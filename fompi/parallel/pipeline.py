@@ -232,9 +232,7 @@ class Pipeline(PlannedStep):
             raise PlanError(f"framework={quoted(self.framework, FRAMEWORKS)} must be one of {', '.join(FRAMEWORKS)}")
         if not callable(self.loss):
             raise PlanError(f"loss={self.loss!r} must be a function of y and a target")
-        layers = [
-            (number, each) for number, stage in self._by_number.items() for each in getattr(stage, "layers", [stage])
-        ]
+        layers = ((n, each) for n, stage in self._by_number.items() for each in getattr(stage, "layers", [stage]))
         for number, stage in layers:
             parts = [callable(getattr(stage, name, None)) for name in ("backward_input", "backward_weight")]
             wanted = ["forward"]

@@ -30,7 +30,7 @@ from fompi.base.call_options import in_words as keywords_in_words
 from fompi.base.errors import FompiError, LayoutError, MismatchError, PeerError, StateError, TensorError, in_words
 from fompi.base.layout import offsets
 from fompi.engine.communicator import Communicator
-from fompi.engine.handshake import Agreement, begin_agreement
+from fompi.engine.handshake import Agreement, agree, begin_agreement
 from fompi.ops.operations import all_reduce, broadcast
 from fompi.parallel.arrays import carrying
 from fompi.parallel.buckets import Buckets, cut
@@ -282,6 +282,18 @@ class DistributedDataParallel(Wrapper):
             yield
         finally:
             self._is_syncing = outer
+
+    def rebalance(self, shares: Any) -> None:
+        """Other shares of rows from the next backward on. Collective. Wrong ones are refused on all ranks."""
+        found, refusal = self.shares, None
+        try:
+            found = DataShares.of(shares, self.comm.size)
+        except LayoutError as error:
+            refusal = error
+        agree(self.comm, f"rebalance{found}", refusal)
+        self.shares = found
+        for bucket in self._buckets:
+            bucket.factor = found.factor(self.comm.rank)
 
     def close(self) -> None:
         """Free the communicator of the gradients. Collective. The module stays."""

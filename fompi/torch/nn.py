@@ -49,13 +49,13 @@ from fompi.parallel.arrays import leaves_of, order_on, same_bits
 from fompi.parallel.attention import check_heads
 from fompi.parallel.choices import check_choice
 from fompi.plans.tree import Canonical, folded
-from fompi.torch.checkpoint import clip_grad_norm_, full_state_dict, load_full_state_dict, replicated
+from fompi.torch.checkpoint import clip_grad_norm_, full_state_dict, load_full_state_dict, rebalance, replicated
 from fompi.torch.sharded import PartLayout, Sharded, enter_module, fill_linear, runs_of
 
 __all__ = [
     "AllReduceRMSNorm", "ColumnParallelLinear", "LayerNorm", "MoE", "ParallelAttention", "RMSNorm",
     "RowParallelLinear", "VocabParallelEmbedding", "clip_grad_norm_", "full_state_dict", "load_full_state_dict",
-    "replicated", "sum_gradients",
+    "rebalance", "replicated", "sum_gradients",
 ]  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------- linear layers

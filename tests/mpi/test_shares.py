@@ -247,6 +247,69 @@ def test_a_pipeline_of_modules(world):
             fompi.torch.Pipeline(modules, comm=world, shares=wrong, **how)
 
 
+# ------------------------------------------------------------------------------------------------- other shares
+
+
+def test_modules_get_other_shares(world):
+    """A step, other shares, a step: the numbers of one process. Weights keep their bits, and momentum moves."""
+    torch.manual_seed(0)
+    whole, model = Whole(), parts(world, None)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in (whole, model)]
+    mine = rows(world)
+    for step in range(3):
+        if step:
+            before = full_state_dict(model)
+            nn.rebalance(model.embedding, {"vocabulary": [0, 4, 7]} if step == 1 else [3, 3, 5], optimizers[1])
+            nn.rebalance(model.attention, [0, 2, 1], optimizers[1])
+            nn.rebalance(model.mlp, SHARES if step == 1 else [0, 10, 0], optimizers[1])
+            nn.rebalance(model.glu, [7, 0, 0], optimizers[1])
+            nn.rebalance(model.moe, [5, 0, 0] if step == 1 else SHARES, optimizers[1])
+            same_bits(full_state_dict(model), before)
+        (whole(TOKENS) - TARGET).square().sum().backward()
+        (model(TOKENS) - TARGET[mine]).square().sum().backward()
+        share_scale(model, world)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(model.mlp[0].weight) == [0, 10, 0][world.rank] and "shares=[7, 0, 0]" in str(model.glu)
+    for name, value in full_state_dict(model).items():
+        close(value, whole.state_dict()[name])
+    for wrong in ([7, 0, 1], [7, 0], [7 - world.rank, world.rank, 0]):
+        with pytest.raises((LayoutError, MismatchError)):
+            nn.rebalance(model.glu, wrong)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_data_parallelism_gets_other_shares(world, zero):
+    """Between steps, with the parameters and the state of one process."""
+    found = []
+    with fompi.Communicator(MPI.COMM_SELF) as alone:
+        for comm, dealt_rows in ((alone, ([7], [7], [7])), (world, (ROWS, [1, 1, 5], [0, 7, 0]))):
+            torch.manual_seed(1)
+            module = torch.nn.Linear(4, 3)
+            model = fompi.torch.ZeroDataParallel(module, comm, optimizer=AdamW(0.1), zero=zero)
+            plain = fompi.torch.DistributedDataParallel(copy.deepcopy(module), comm)
+            for counts in dealt_rows:
+                shares = {"rows": counts, "state": [*reversed(counts)]}
+                model.rebalance(shares)
+                plain.rebalance(counts)
+                first = sum(counts[: comm.rank])
+                x, y = (torch.tensor(a[first : first + counts[comm.rank]]) for a in (X, Y))
+                for of in (model, plain):
+                    square = (of(x) - y).square()
+                    (square.mean() if len(x) else square.sum()).backward()
+                model.step()
+            found.append([*module.parameters(), *(p.grad for p in plain.parameters())])
+            with pytest.raises((LayoutError, MismatchError)):
+                model.rebalance([1] * (comm.size + 1))
+            with pytest.raises((LayoutError, MismatchError)):
+                plain.rebalance([1] * (comm.size + 1))
+            model.close()
+            plain.close()
+    for expected, actual in zip(*found, strict=True):
+        assert torch.allclose(expected, actual, rtol=1e-10)
+
+
 def test_dealt():
     assert dealt([2, 1, 0], "columns", 12, 3) == (8, 4, 0) and dealt(None, "columns", 7, 3) == (3, 2, 2)
     assert weights([2, 1, 1], "rows", 3) == (0.5, 0.25, 0.25)
