@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -86,22 +86,10 @@ def check_choice(experts: int, k: Any, capacity_factor: Any, policy: Any) -> Non
         raise LayoutError(f"capacity_factor={capacity_factor!r} must be a number > 0, or None to drop no row")
 
 
-class Routed(NamedTuple):
-    """What a route is made of. `held`: how many experts each rank has."""
-
-    x: Tensor
-    router: Tensor
-    held: tuple[int, ...]
-    k: int
-    normalize: bool
-    capacity_factor: float | None
-    policy: str
-
-
 def check_route(
     x: Any, router: Any, k: int, normalize: bool, capacity_factor: float | None, policy: str, shares: Any, size: int
-) -> tuple[Routed, str]:
-    """What a route is made of, and what must be the same on all ranks."""
+) -> tuple[Tensor, Tensor, tuple[int, ...], str]:
+    """The tensors of a route, how many experts each rank has, and what must be the same on all ranks."""
     tx = borrow(x, "x", None, 2)
     tr = borrow(router, "router", tx, 2)
     h, experts = tr.array.shape
@@ -111,13 +99,20 @@ def check_route(
     held = dealt(shares, "experts", experts, size)
     text = f"{tx.dtype}, {h=}, {experts=}, k={int(k)}, normalize={bool(normalize)}, {capacity_factor=}, {policy}"
     text += "" if shares is None else f", shares={[*held]}"
-    return Routed(tx, tr, held, k, normalize, capacity_factor, policy), text
+    return tx, tr, held, text
 
 
-def chosen(routed: Routed) -> Choice:
-    """The experts that the rows of this rank choose."""
-    x, router, held, k, normalize, capacity_factor, policy = routed
-    capacity = None if capacity_factor is None else math.ceil(capacity_factor * k * len(x.array) / sum(held))
+def chosen(
+    x: Tensor,
+    router: Tensor,
+    held: tuple[int, ...],
+    k: int,
+    normalize: bool,
+    capacity_factor: float | None,
+    policy: str,
+) -> Choice:
+    """The experts that the rows of this rank choose. `held`: how many each rank has."""
+    capacity = None if factor is None else math.ceil(factor * k * len(x.array) / sum(held))
     choice = choose(wide_product(x.array, router.array, x.dtype), k, normalize, capacity, policy)
     choice.held = held
     return choice

@@ -42,36 +42,13 @@ from fompi.parallel.arrays import (
     unrounded,
     zeros,
 )
-from fompi.parallel.choices import (
-    POLICIES,
-    Choice,
-    check_route,
-    choose,
-    choose_backward,
-    chosen,
-    counted,
-    experts_of,
-    start_count,
-)
+from fompi.parallel.choices import check_route, choose_backward, chosen, counted, experts_of, start_count
 from fompi.parallel.differentiable import Differentiable, Gradients
-from fompi.parallel.exchange import (
-    Batch,
-    Exchange,
-    alternate,
-    check_experts,
-    check_widths,
-    grouped,
-    grouped_gradient,
-    halves,
-)
+from fompi.parallel.exchange import Batch, Exchange, alternate, check_experts, check_widths, halves
 from fompi.parallel.route import Route, combine, dispatch, experts, route
 from fompi.tensors.dlpack import Tensor
 
-__all__ = [
-    "POLICIES", "Batch", "Choice", "Exchange", "LayerGradient", "MicroBatch", "Route", "choose", "choose_backward",
-    "combine", "dispatch", "experts", "experts_of", "grouped", "grouped_gradient", "halves", "alternate", "moe",
-    "route",
-]  # fmt: skip
+__all__ = ["LayerGradient", "MicroBatch", "Route", "combine", "dispatch", "experts", "experts_of", "moe", "route"]
 
 
 Term = tuple[Batch, Array, Array]
@@ -200,19 +177,18 @@ def _moe(
     """
 
     def check(comm: Communicator) -> tuple[str, int, Any]:
-        routed, text = check_route(x, router, k, normalize, capacity_factor, policy, shares, comm.size)
-        tx = routed.x
-        weights = check_experts(w1, w2, tx, routed.held, activation, comm)
+        tx, tr, held, text = check_route(x, router, k, normalize, capacity_factor, policy, shares, comm.size)
+        weights = check_experts(w1, w2, tx, held, activation, comm)
         both = _check_shared(shared, tx, weights[1].array.shape[2], activation)
         if (integer(microbatches) or 0) < 1:
             raise LayoutError(f"microbatches={microbatches!r} must be an integer > 0")
         text += f", n={weights[1].array.shape[2]}, {activation}, microbatches={int(microbatches)}"
         text += ", no shared expert" if both is None else f", shared f={both[0].array.shape[1]}"
-        return text, 0, (routed, *weights, both)
+        return text, 0, (tx, tr, held, *weights, both)
 
-    group, (routed, t1, t2, both), _ = enter("moe", comm, check)
-    choice, tx = chosen(routed), routed.x
-    shape, weights = (len(tx.array), t2.array.shape[2]), {"router": routed.router, "w1": t1, "w2": t2, "shared": both}
+    group, (tx, tr, held, t1, t2, both), _ = enter("moe", comm, check)
+    choice = chosen(tx, tr, held, k, normalize, capacity_factor, policy)
+    shape, weights = (len(tx.array), t2.array.shape[2]), {"router": tr, "w1": t1, "w2": t2, "shared": both}
     layer = Kept(tx, shape, comm=group, **weights, activation=activation, choice=choice)
     ends = offsets(split(len(tx.array), int(microbatches)))
     layer.parts = [MicroBatch(layer, range(a, b)) for a, b in pairwise(ends)]

@@ -20,7 +20,7 @@ from fompi.base.errors import DtypeError, LayoutError, ShapeError
 from fompi.base.layout import accumulator
 from fompi.engine.communicator import Communicator
 from fompi.parallel.arrays import Array, Kept, arrived, borrow, enter, enter_backward, give, lent, start_sum
-from fompi.parallel.choices import Choice, Routed, check_route, choose_backward, chosen, counted, start_count
+from fompi.parallel.choices import Choice, check_route, choose_backward, chosen, counted, start_count
 from fompi.parallel.differentiable import Differentiable, Gradients
 from fompi.parallel.exchange import Batch, Exchange, check_experts
 from fompi.parallel.section import in_section
@@ -65,14 +65,13 @@ def _gate(
 ) -> tuple[Any, Kept]:
     """weights = softmax(x @ router)[the k best experts]"""
 
-    def check(comm: Communicator) -> tuple[str, int, Routed]:
-        routed, text = check_route(x, router, k, normalize, capacity_factor, policy, shares, comm.size)
+    def check(comm: Communicator) -> tuple[str, int, Any]:
+        *routed, text = check_route(x, router, k, normalize, capacity_factor, policy, shares, comm.size)
         return text, 0, routed
 
-    group, routed, _ = enter("route", comm, check)
-    choice, tx, dtype = chosen(routed), routed.x, accumulator(routed.x.dtype)
-    kept = {"router": routed.router, "choice": choice, "comm": group}
-    return lent(choice.weights, tx, dtype), Kept(tx, choice.shares.shape, dtype, **kept)
+    group, (tx, tr, held), _ = enter("route", comm, check)
+    choice, dtype = chosen(tx, tr, held, k, normalize, capacity_factor, policy), accumulator(tx.dtype)
+    return lent(choice.weights, tx, dtype), Kept(tx, choice.shares.shape, dtype, router=tr, choice=choice, comm=group)
 
 
 def _gate_backward(saved: Kept, dweights: Any) -> Gradients:

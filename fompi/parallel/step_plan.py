@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 from fompi.base.errors import LayoutError, PlanError
 from fompi.base.layout import accumulator, integer, itemsize
@@ -53,13 +53,6 @@ Halves = list[Chunk]
 """The two halves of the rows of a rank."""
 
 
-class StageKeywords(TypedDict, total=False):
-    """How stages are made of layers: the stages of each place on pp (1), and how many layers each place has."""
-
-    chunks: int
-    shares: Any
-
-
 def plan(
     schedule: str | Sequence[Sequence[Step | str]] = "1f1b",
     *,
@@ -69,7 +62,7 @@ def plan(
     shape: tuple[int, int],
     dtype: str = "float32",
     seconds: Mapping[str, float | Sequence[float]] | None = None,
-    **stages: Unpack[StageKeywords],
+    **stages: Any,
 ) -> Plan:
     """The plan of a step on the ranks of a mesh, such as {"dp": 2, "tp": 2, "pp": 2}: tp innermost, pp outermost.
 
@@ -77,8 +70,8 @@ def plan(
     (rows of a rank, features). `schedule` is as for `pipeline.actions`, with F and B; a forward and a backward side by
     side alternate, layer by layer. `seconds` maps "F", "B" and "U" to the seconds of the forward, of the backward and
     of the update of a layer, on a rank and for a micro-batch, for all layers or for each one: they are needed to
-    simulate it. Each of the three kernels of attention takes a third. `shares`: how many layers each place on pp has
-    (`fompi.parallel.shares`). The first and the last stage need one.
+    simulate it. Each of the three kernels of attention takes a third. A place on pp has `chunks` stages (1), and
+    as many layers as `shares` say (`fompi.parallel.shares`); the first and the last stage need one.
     Raises PlanError for wrong actions, and LayoutError for sizes that do not fit.
     """
     if unknown := {*mesh} - {"dp", "tp", "pp"}:
@@ -103,6 +96,7 @@ def plan(
 
 
 def _stages(chunks: int = 1, shares: Any = None) -> tuple[int, Any]:
+    """How stages are made of layers."""
     return chunks, shares
 
 

@@ -403,25 +403,14 @@ def _colwise(module: torch.nn.Module) -> list[ColwiseLinear]:
 
 
 class ColwiseParallel(styles.ColwiseParallel):
-    """`torch.distributed.tensor.parallel.ColwiseParallel`, with the forward of `ColwiseLinear` on a mesh of fompi.
-
-    `shares`: the columns or heads of unequal ranks (`fompi.parallel.shares.features`).
-    """
-
-    def __init__(self, *, shares: Any = None, **options: Any):
-        super().__init__(**options)
-        self.shares = shares
+    """`torch.distributed.tensor.parallel.ColwiseParallel`, with the forward of `ColwiseLinear` on a mesh of fompi."""
 
     def _apply(self, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
         return _parallelize(self, module, device_mesh, ColwiseLinear, styles.ColwiseParallel)
 
 
 class RowwiseParallel(styles.RowwiseParallel):
-    """The same of `torch.distributed.tensor.parallel.RowwiseParallel` and `RowwiseLinear`."""
-
-    def __init__(self, *, shares: Any = None, **options: Any):
-        super().__init__(**options)
-        self.shares = shares
+    """`torch.distributed.tensor.parallel.RowwiseParallel`, with the forward of `RowwiseLinear` on a mesh of fompi."""
 
     def _apply(self, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
         return _parallelize(self, module, device_mesh, RowwiseLinear, styles.RowwiseParallel)
@@ -455,8 +444,7 @@ def _parallelize(style: Any, module: torch.nn.Module, mesh: Any, forward: type[_
     elif not private.is_plain(style, base):
         reason = f"{type(style).__name__} has methods of its own"
     else:
-        shares = getattr(style, "shares", None) or _SHARES.get("all")
-        if shares is None:
+        if (shares := _SHARES.get("all")) is None:
             private.partition(style, module, mesh)
         else:
             _deal(style, module, mesh, shares, 0 if forward is ColwiseLinear else 1)

@@ -77,10 +77,9 @@ def test_shares_of_unequal_ranks(mesh, bias, dtype):
     whole = nn.Sequential(nn.Linear(6, 12, bias=bias, dtype=dtype), nn.Linear(12, 6, bias=bias, dtype=dtype))
     shares, x = {"heads": [1, 1], "columns": [9, 3]}, torch.linspace(-1, 1, 30).view(5, 6).to(dtype)
     models = [copy.deepcopy(whole) for _ in range(2)]
-    with fompi.torch.install(shares=shares):
-        parallelize_module(models[0], mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    ours = fompi.torch.ColwiseParallel(shares=[3, 1]), fompi.torch.RowwiseParallel(shares=[3, 1])
-    parallelize_module(models[1], mesh, dict(zip("01", ours, strict=True)))
+    for model, given in zip(models, (shares, [3, 1]), strict=True):
+        with fompi.torch.install(shares=given):
+            parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
     y = whole(x)
     y.square().sum().backward()
     for model in models:
@@ -96,17 +95,16 @@ def test_shares_of_unequal_ranks(mesh, bias, dtype):
         if bias:
             assert torch.allclose(model[1].bias.grad, whole[1].bias.grad, rtol=within, atol=within)
     if dtype == D and bias:  # rows are sharded
-        part = dict(
-            zip("01", (ours[0], fompi.torch.RowwiseParallel(shares=[3, 1], output_layouts=Shard(0))), strict=True)
-        )
-        model = parallelize_module(copy.deepcopy(whole), mesh, part)
-        rows = model(x.repeat(2, 1))
-        rows.square().sum().backward()
-        assert torch.allclose(rows, y.repeat(2, 1).chunk(2)[dist.get_rank()])
+        part = {"0": ColwiseParallel(), "1": RowwiseParallel(output_layouts=Shard(0))}
+        with fompi.torch.install(shares=[3, 1]):
+            model = parallelize_module(copy.deepcopy(whole), mesh, part)
+        sharded = model(x.repeat(2, 1))
+        sharded.square().sum().backward()
+        assert torch.allclose(sharded, y.repeat(2, 1).chunk(2)[dist.get_rank()])
         assert torch.allclose(model[1].bias.grad, 2 * whole[1].bias.grad)
     for wrong in ([3, 2], [1, 1, 1], {"rows": [1, 1]}, [1, 1 + dist.get_rank()]):
-        with pytest.raises((fompi.LayoutError, fompi.MismatchError)):
-            parallelize_module(copy.deepcopy(whole), mesh, {"0": fompi.torch.ColwiseParallel(shares=wrong)})
+        with pytest.raises((fompi.LayoutError, fompi.MismatchError)), fompi.torch.install(shares=wrong):
+            parallelize_module(copy.deepcopy(whole), mesh, {"0": ColwiseParallel()})
 
 
 class Block(nn.Module):
