@@ -103,13 +103,7 @@ def check_route(
 
 
 def chosen(
-    x: Tensor,
-    router: Tensor,
-    held: tuple[int, ...],
-    k: int,
-    normalize: bool,
-    capacity_factor: float | None,
-    policy: str,
+    x: Tensor, router: Tensor, held: tuple[int, ...], k: int, normalize: bool, factor: float | None, policy: str
 ) -> Choice:
     """The experts that the rows of this rank choose. `held`: how many each rank has."""
     capacity = None if factor is None else math.ceil(factor * k * len(x.array) / sum(held))
