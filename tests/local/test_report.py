@@ -73,7 +73,7 @@ def test_shares_that_do_not_fit():
         "fompi.balance(comm, sizes), and rebalance"
     )
     assert said in text(report(0.33)).splitlines() and said in full_text(report(0.33)).splitlines()
-    for fits in (report(0.11), report(0.33, 3 * 384), report(0.33, None), {**report(0.33), "size": 3}):
+    for fits in (report(0.11), report(0.11, 350), report(0.33, None), {**report(0.33), "size": 3}):
         assert "shares" not in text(fits)
 
 
