@@ -390,13 +390,9 @@ def in_leaves(comm: Communicator, counts: Sequence[float]) -> Communicator:
     if canonical is None:
         return comm
     shares = [n * canonical.leaves / sum(counts) for n in counts]
-    if any(abs(n - round(n)) > SAME for n in shares):
+    if any(round(n, 9) % 1 for n in shares):  # shares of rows are fractions
         raise PlanError(f"order={canonical}: shares={[*counts]} cut a leaf: ranks would have {shares} leaves")
     return comm.using(order=Canonical(canonical.leaves, tuple(map(round, shares))))
-
-
-SAME = 1e-9
-"""Numbers of leaves that differ by less are the same: shares of rows are fractions."""
 
 
 def leaves_of(comm: Communicator) -> int:

@@ -131,12 +131,6 @@ PRUNED = ("_orig", "_mask")
 """What `torch.nn.utils.prune` appends to the name of a parameter: both have the layout of the parameter."""
 
 
-def layouts_in(part: torch.nn.Module) -> Mapping[str, PartLayout]:
-    """Those of a `Sharded` module, and of one whose parameters `parallelize_module` has dealt by shares."""
-    found: Mapping[str, PartLayout] = getattr(part, "layouts", {})
-    return found
-
-
 def layouts_of(module: torch.nn.Module) -> dict[str, tuple[Communicator, PartLayout]]:
     """The parameters that `Sharded` modules hold, by all their names in `module.state_dict()`.
 
@@ -146,7 +140,7 @@ def layouts_of(module: torch.nn.Module) -> dict[str, tuple[Communicator, PartLay
     held: dict[int, tuple[Communicator, PartLayout]] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
         before = f"{prefix}." if prefix else ""
-        if part_layouts := layouts_in(part):
+        if part_layouts := getattr(part, "layouts", None):  # `parallelize_module` deals them to others, too
             for name, layout in part_layouts.items():
                 for own in (name, *(name + end for end in PRUNED if name not in part._parameters)):
                     found[before + own] = part.comm.plain, layout
@@ -160,7 +154,7 @@ def _check_all_known(module: torch.nn.Module, layouts: Mapping[str, tuple[Commun
 
     A parametrization, such as a weight norm, has computed it from the part of this rank.
     """
-    inside = [prefix for prefix, part in module.named_modules(remove_duplicate=False) if layouts_in(part)]
+    inside = [prefix for prefix, part in module.named_modules(remove_duplicate=False) if getattr(part, "layouts", None)]
     for name in module.state_dict():
         if name not in layouts and any(not prefix or name.startswith(f"{prefix}.") for prefix in inside):
             raise LayoutError(
