@@ -33,16 +33,20 @@ def parts_of(heads: int, nbytes: int) -> list[slice]:
     return [slice(a, b) for a, b in pairwise(ends)]
 
 
-def heads_of(rank: int, size: int, heads: int, kv_heads: int, shares: Any = None) -> tuple[range, range]:
-    """(the query heads of a rank, the key/value heads that they read)
+def held_heads(size: int, heads: int, kv_heads: int, shares: Any = None) -> list[tuple[range, range]]:
+    """For each rank (its query heads, the key/value heads that they read)
 
     Query heads are dealt out by `shares`, without these as evenly as possible. A key/value head is on every rank that
     has one of its query heads. Raises LayoutError if `heads` is not a multiple of `kv_heads`, and for wrong shares.
     """
     check_heads(heads, kv_heads)
-    first = offsets(dealt(shares, "heads", heads, size))
-    mine, group = range(first[rank], first[rank + 1]), heads // kv_heads
-    return mine, range(mine[0] // group, mine[-1] // group + 1) if mine else range(0)
+    runs, group = [range(a, b) for a, b in pairwise(offsets(dealt(shares, "heads", heads, size)))], heads // kv_heads
+    return [(run, range(run[0] // group, run[-1] // group + 1) if run else range(0)) for run in runs]
+
+
+def heads_of(rank: int, size: int, heads: int, kv_heads: int, shares: Any = None) -> tuple[range, range]:
+    """`held_heads` of a rank."""
+    return held_heads(size, heads, kv_heads, shares)[rank]
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,7 @@ class Deal:
 
     @property
     def _whole(self) -> list[tuple[range, range]]:
-        size = self.comm.size
-        return [heads_of(rank, size, self.heads, self.kv_heads, self.shares) for rank in range(size)]
+        return held_heads(self.comm.size, self.heads, self.kv_heads, self.shares)
 
     @property
     def reads(self) -> list[int]:

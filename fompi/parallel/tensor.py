@@ -41,7 +41,7 @@ from fompi.parallel.arrays import (
 )
 from fompi.parallel.attention import Rule, check_documents
 from fompi.parallel.differentiable import Differentiable, Gradients
-from fompi.parallel.heads import heads_of
+from fompi.parallel.heads import heads_of, held_heads
 from fompi.parallel.linear import column_parallel_linear, row_parallel_linear
 from fompi.parallel.local import LocalAttention, check_kernel
 from fompi.parallel.norm import all_reduce_rmsnorm
@@ -88,7 +88,7 @@ def _attention(
     def check(comm: Communicator) -> tuple[str, int, Kept]:
         tx = borrow(x, "x")
         weights = tuple(borrow(w, name, tx, 2) for w, name in ((wq, "wq"), (wk, "wk"), (wv, "wv"), (wo, "wo")))
-        held = [heads_of(rank, comm.size, heads, kv_heads, shares) for rank in range(comm.size)]
+        held = held_heads(comm.size, heads, kv_heads, shares)
         mine, keys = held[comm.rank]
         d = weights[0].array.shape[1] // max(len(mine), 1)
         if tx.array.ndim < 2:

@@ -48,6 +48,7 @@ from fompi.parallel.activations import check_activation
 from fompi.parallel.arrays import leaves_of, order_on, same_bits
 from fompi.parallel.attention import check_heads
 from fompi.parallel.choices import check_choice
+from fompi.parallel.heads import held_heads
 from fompi.plans.tree import Canonical, folded
 from fompi.torch.checkpoint import clip_grad_norm_, full_state_dict, load_full_state_dict, rebalance, replicated
 from fompi.torch.sharded import PartLayout, Sharded, enter_module, fill_linear, runs_of
@@ -340,7 +341,7 @@ class ParallelAttention(Sharded):
         self.head_dim = d = embed_dim // heads if head_dim is None else head_dim
         self.causal, self.scale, self.query_split = causal, scale, query_split
         self.shares = self.counts if "shares" in self.arguments else None
-        held = [tensor.heads_of(rank, self.comm.size, heads, keys, self.shares) for rank in range(self.comm.size)]
+        held = held_heads(self.comm.size, heads, keys, self.shares)
         q, kv = ([[range(part[i].start * d, part[i].stop * d)] for part in held] for i in (0, 1))
         layouts = {
             "q_proj": PartLayout((heads * d, embed_dim), 0, q),
