@@ -143,9 +143,7 @@ class DataParallel:
             self.shares = DataShares.of(self.options.shares, self.comm.size)
             self._how = (in_leaves(carrier, self.shares.rows) if self.shares.rows else carrier).how
             if self.shares.state and self._how.get("feedback"):
-                raise LayoutError(
-                    "feedback=True: messages of equal parts say what they lose: leave out shares of state"
-                )
+                raise LayoutError("feedback=True: parts of the state are equal then: leave out shares of the state")
             self._canonical = check_order(self._how, self.options, tensors, self.comm.size)
             words = in_words(tensors) + held_in_words(self._holders)  # it reads the values
         except Exception as refusal:

@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 
 from fompi.base.errors import LayoutError, quoted
 from fompi.base.layout import integer, number, offsets, split
-from fompi.planner.balance import NAMES, Balance
+from fompi.planner.balance import NAMES
 
 
 def listed(shares: Any, kind: str, size: int) -> list[Any]:
     """The numbers of the ranks for this kind of unit. Raises LayoutError for what are no such numbers."""
-    if isinstance(shares, Balance):
-        shares = shares.counts
+    shares = getattr(shares, "counts", shares)  # those of a Balance
     if isinstance(shares, Mapping):
         if unknown := [name for name in shares if name not in NAMES]:
             raise LayoutError(f"shares= has {quoted(unknown[0], NAMES)}: it has some of {', '.join(NAMES)}")
@@ -50,8 +49,7 @@ def dealt(shares: Any, kind: str, total: int, size: int) -> tuple[int, ...]:
     units = sum(n for n in counts if n is not None)
     if not units or total % units:
         raise LayoutError(
-            f"shares={given} of {kind} add up to {units}, but there are {total}: the sum must be {total}, or divide it "
-            "where ranks get whole units of several"
+            f"shares={given} of {kind} add up to {units}, but there are {total}: it must be that, or divide it"
         )
     return tuple(total // units * n for n in counts if n is not None)
 

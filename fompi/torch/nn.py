@@ -92,7 +92,7 @@ class ColumnParallelLinear(Sharded):
             check_activation(activation, out_features, "w")
 
         halves = 2 if activation == "swiglu" else 1
-        deals = "columns", out_features // halves
+        deals = "columns", out_features, halves
         super().__init__(*enter_module("ColumnParallelLinear", comm, sizes, options, how, check, deals))
         self.in_features, self.out_features, self.activation = in_features, out_features, activation
         self.sequence_parallel = sequence_parallel
@@ -138,7 +138,7 @@ class RowParallelLinear(Sharded):
 
         sizes = {"in_features": in_features, "out_features": out_features}
         options = {"bias": bool(bias), "sequence_parallel": sequence_parallel} | ({} if reduce else {"reduce": False})
-        deals = "columns", in_features
+        deals = "columns", in_features, 1
         super().__init__(*enter_module("RowParallelLinear", comm, sizes, options, how, check, deals))
         self.reduce = bool(reduce)
         self.in_features, self.out_features = in_features, out_features
@@ -336,7 +336,7 @@ class ParallelAttention(Sharded):
         sizes = {"embed_dim": embed_dim, "heads": heads, "kv_heads": keys}
         sizes |= {} if head_dim is None else {"head_dim": head_dim}
         options = {"causal": causal, "scale": scale, "query_split": query_split}
-        super().__init__(*enter_module("ParallelAttention", comm, sizes, options, how, check, ("heads", heads)))
+        super().__init__(*enter_module("ParallelAttention", comm, sizes, options, how, check, ("heads", heads, 1)))
         self.embed_dim, self.heads, self.kv_heads = embed_dim, heads, keys
         self.head_dim = d = embed_dim // heads if head_dim is None else head_dim
         self.causal, self.scale, self.query_split = causal, scale, query_split
@@ -375,7 +375,7 @@ class VocabParallelEmbedding(Sharded):
     ):
         sizes = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
         options = {"sequence_parallel": sequence_parallel}
-        deals = "vocabulary", num_embeddings
+        deals = "vocabulary", num_embeddings, 1
         super().__init__(*enter_module("VocabParallelEmbedding", comm, sizes, options, how, deals=deals))
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.sequence_parallel = sequence_parallel
@@ -431,7 +431,7 @@ class MoE(Sharded):
 
         options = {"k": k, "activation": activation, "normalize": normalize}
         options |= {"capacity_factor": capacity_factor, "policy": policy, "microbatches": microbatches}
-        super().__init__(*enter_module("MoE", comm, sizes, options, how, check, ("experts", experts)))
+        super().__init__(*enter_module("MoE", comm, sizes, options, how, check, ("experts", experts, 1)))
         self.options = options | ({"shares": self.counts} if "shares" in self.arguments else {})
         self.features, self.ffn, self.num_experts = features, ffn, experts
         self.tokens_per_expert, self.dropped = None, 0

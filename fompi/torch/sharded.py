@@ -140,13 +140,13 @@ def enter_module(
     options: dict[str, Any],
     how: dict[str, Any],
     check: Callable[[Communicator], None] = lambda comm: None,
-    deals: tuple[str, int] | None = None,
+    deals: tuple[str, int, int] | None = None,
 ) -> tuple[Communicator, dict[str, Any], dict[str, Any], tuple[int, ...]]:
     """All ranks make the module `name` with the same arguments and the same random numbers, or all raise.
 
-    `how` are the device and the dtype, `shares` where the module `deals` units (their kind and number), and the
-    keywords of its calls, which the communicator carries from then on. `check` looks at that. Returns what `Sharded`
-    takes.
+    `how` are the device and the dtype, `shares` where the module `deals` units (their kind, their number, and in how
+    many equal parts), and the keywords of its calls, which the communicator carries from then on. `check` looks at
+    that. Returns what `Sharded` takes.
     """
     factory = {key: how.pop(key, None) for key in FACTORY}
     arguments, shares = sizes | options, how.pop("shares", None) if deals else None
@@ -161,7 +161,7 @@ def enter_module(
         if empty.device.type not in ("cpu", "cuda", "meta"):
             raise TensorError(f"device={empty.device} must be the CPU or a GPU of CUDA")
         carrier = carrying(name, comm, how, [dtype], [*arguments, "shares", *FACTORY, *OF_COMMUNICATOR])
-        counts = dealt(shares, *deals, comm.size) if deals else ()
+        counts = dealt(shares, deals[0], deals[1] // deals[2], comm.size) if deals else ()
         if shares is not None:
             carrier, arguments["shares"] = in_leaves(carrier, counts), [*counts]
         check(carrier)
