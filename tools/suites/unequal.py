@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from statistics import median
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,14 +38,14 @@ from fompi.parallel.data import SGD
 from fompi.parallel.shares import dealt
 from fompi.planner.shares import Phase, deal
 from fompi.torch import DistributedDataParallel, Pipeline, ZeroDataParallel, nn
-from fompi.tuning.rounds import Figure, Row, of_all_ranks, seconds_of
+from fompi.tuning.rounds import Figure, Row, meet, of_all_ranks
 from training import Block, Gpt
 
 EQUAL, BALANCED = "equal", "balanced"
 MOST_OVER_BOUND, LEAST_GAIN = 1.05, 1.3
 
-ALONE_ROUNDS = 3
-"""How often a rank computes everything alone; the median counts."""
+ALONE_SECONDS, QUICK_SECONDS = 1.0, 0.05
+"""For how long a rank computes everything alone, again and again: longer than a core with a quota may pause."""
 
 MICROBATCHES = 8
 
@@ -95,7 +95,8 @@ def measured(bench: Bench, alone: Communicator, part: Part) -> Row:
     """Both shares in turns, and the bound."""
     whole = part.make(alone, None)
     whole()
-    own = median(seconds_of(whole) for _ in range(ALONE_ROUNDS))
+    meet(bench.mpi)
+    own = _mean_seconds(whole, QUICK_SECONDS if bench.quick else ALONE_SECONDS)
     every = [float(t) for t in of_all_ranks(bench.mpi, np.array([own]))[:, 0]]
     bound, ranks = 1 / sum(1 / t for t in every), range(len(every))
     shares: dict[str, list[int]] = {}
@@ -107,6 +108,14 @@ def measured(bench: Bench, alone: Communicator, part: Part) -> Row:
     row = bench.row(f"{part.name}: {shares}", calls, base=EQUAL, limits={"the sum of speeds": bound})
     over = Figure(f"{BALANCED} / the sum of speeds", row.median(BALANCED) / bound, most=bench.asked(MOST_OVER_BOUND))
     return replace(row, figures=[over, row.ratio(EQUAL, BALANCED, least=bench.asked(LEAST_GAIN))])
+
+
+def _mean_seconds(call: Call, least: float) -> float:
+    begun, count = perf_counter(), 0
+    while (taken := perf_counter() - begun) < least or not count:
+        call()
+        count += 1
+    return taken / count
 
 
 def _of_decoder(sizes: Sizes) -> dict[str, int]:
