@@ -156,7 +156,7 @@ frames.install()
 say_if_missing()
 
 
-_PACKAGES = ("torch", "jax", "parallel", "members", "plans", "model", "traces")
+_PACKAGES = ("torch", "jax", "parallel", "members", "plans", "model", "planner", "traces")
 """Packages with names that the documents use, besides the names of this module."""
 
 

@@ -33,6 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel import style as styles
 
 from fompi.base.errors import LayoutError
@@ -499,6 +500,21 @@ def install(shares: Any = None) -> ExitStack:
     until.callback(_set, before)
     until.callback(_SHARES.clear)
     return until
+
+
+STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+"""The words of a `tp_plan` of transformers that are dealt by shares."""
+
+
+def by_tp_plan(model: Any, mesh: Any, shares: Any) -> Any:
+    """`model` of transformers, loaded whole, by its own `tp_plan`, with the heads and columns of unequal ranks
+
+    transformers itself only makes equal parts. What else its plan names stays whole on each rank. Collective. Raises
+    the errors of `parallelize_module` under `install(shares=)`.
+    """
+    plan = {name: STYLES[style]() for name, style in model.tp_plan.items() if style in STYLES}
+    with install(shares):
+        return parallelize_module(model, mesh, plan)
 
 
 def is_installed() -> bool:

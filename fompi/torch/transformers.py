@@ -15,27 +15,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import parallelize_module
 
 from fompi.torch.groups import communicator
 from fompi.torch.operators import node
-from fompi.torch.parallel import ColwiseParallel, RowwiseParallel, install
 from fompi.torch.process_group import on_device
-
-STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-"""The words of a `tp_plan` that are dealt by shares."""
-
-
-def by_shares(model: Any, mesh: Any, shares: Any) -> Any:
-    """`model` of transformers, loaded whole, by its own `tp_plan`, with the heads and columns of unequal ranks
-
-    transformers itself only makes equal parts. What else its plan names stays whole on each rank. Collective. Raises
-    the errors of `parallelize_module` under `fompi.torch.install(shares=)`.
-    """
-    plan = {name: STYLES[style]() for name, style in model.tp_plan.items() if style in STYLES}
-    with install(shares):
-        return parallelize_module(model, mesh, plan)
-
 
 LEAST_ROWS = 256
 """With fewer rows a product is too short to hide anything."""

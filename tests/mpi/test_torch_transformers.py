@@ -134,7 +134,7 @@ def test_a_plan_by_shares(group, kv_heads):
     whole, x = Llama(kv_heads=kv_heads), torch.randn(2, 5, 6)
     shares = {"heads": [6, 0, 2], "columns": [0, 7, 4]} if size == 3 else {"heads": [6, 2], "columns": [11, 0]}
     mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu")
-    dealt = transformers.by_shares(copy.deepcopy(whole), mesh, shares)
+    dealt = fompi.torch.by_tp_plan(copy.deepcopy(whole), mesh, shares)
     assert dealt.layers[0].down_proj.weight.shape[1] == shares["columns"][dist.get_rank()]
     torch.testing.assert_close(dealt(x), whole(x))
     dealt(x).square().sum().backward()
