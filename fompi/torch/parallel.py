@@ -445,7 +445,7 @@ def _parallelize(style: Any, module: torch.nn.Module, mesh: Any, forward: type[_
     elif not private.is_plain(style, base):
         reason = f"{type(style).__name__} has methods of its own"
     else:
-        if (shares := _SHARES.get("all")) is None:
+        if (shares := _SHARES["all"]) is None:
             private.partition(style, module, mesh)
         else:
             _deal(style, module, mesh, shares, 0 if forward is ColwiseLinear else 1)
@@ -474,7 +474,7 @@ def _deal(style: Any, module: torch.nn.Linear, mesh: Any, shares: Any, dim: int)
     module.layouts, module.comm = layouts, comm  # as a Sharded module: `full_state_dict` has all of it
 
 
-_SHARES: dict[str, Any] = {}
+_SHARES: dict[str, Any] = {"all": None}
 """Those of `install`, for torch's own styles."""
 
 _OWN = {cls.__mro__[1]: cls for cls in (ColwiseParallel, RowwiseParallel, PrepareModuleInput)}
@@ -491,14 +491,14 @@ def install(shares: Any = None) -> ExitStack:
     then everything is as it was before, also inside of another block. `fused_calls` begins to count anew.
     """
     before = {theirs: theirs._apply for theirs in _OWN}
-    _SHARES["all"] = shares
+    before_shares, _SHARES["all"] = _SHARES["all"], shares
     _set({theirs: own._apply for theirs, own in _OWN.items()})
     _watch_transformers()
     operators.RAN.clear()
     _LEFT.clear()
     until = ExitStack()
     until.callback(_set, before)
-    until.callback(_SHARES.clear)
+    until.callback(_SHARES.update, all=before_shares)
     return until
 
 
@@ -531,7 +531,7 @@ def _watch_transformers() -> None:
 def uninstall() -> None:
     """Undo `install`. Modules that are parallelized already stay as they are."""
     _set(_ORIGINAL)
-    _SHARES.clear()
+    _SHARES["all"] = None
 
 
 def _set(methods: dict[Any, Any]) -> None:
