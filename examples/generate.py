@@ -32,9 +32,6 @@ import torch
 import torch.nn.functional as F
 
 import fompi
-from fompi.parallel.shares import dealt
-from fompi.planner.layers import Transformer
-from fompi.planner.shares import Phase, deal
 
 FAMILIES = {"llama": {}, **{kind: {"sliding_window": 4096} for kind in ("mistral", "qwen2", "qwen3")}}
 FAMILIES["qwen3"]["head_dim"] = 128
@@ -203,11 +200,12 @@ def shares_of(text, config, length, comm, dtype):
     """What --shares says: the counts of each rank by kind. Raises Refused."""
     if text == "auto":
         names = ("num_hidden_layers", "hidden_size", "intermediate_size")
-        sizes = Transformer(
+        balance, models = fompi.balance, fompi.planner.layers
+        sizes = models.Transformer(
             *(config[name] for name in names), 3, length, "config.json", config["num_attention_heads"],
             config["num_key_value_heads"], config["vocab_size"], tied=bool(config["tie_word_embeddings"]),
         )  # fmt: skip
-        found = fompi.balance(comm, sizes, task="decode", dtype=dtype)
+        found = balance(comm, sizes, task="decode", dtype=dtype)
         if comm.rank == 0:
             print(f"shares: {found.verdict}; {found.best.units}")
         if len(found.best.ranks) == 1:  # without messages
@@ -246,6 +244,7 @@ class Model:
         inner_size, self.comm, self.head = config["intermediate_size"], comm, config["head_dim"]
         self.eps, self.layers = config.get("rms_norm_eps", 1e-6), []
         self.made_of, self.busy = (config, files, comm, dtype, most_tokens), dict.fromkeys(DEALT, 0.0)
+        dealt = fompi.parallel.shares.dealt
         self.counts = {kind: dealt(shares.get(kind), kind, config[key], comm.size) for kind, key in DEALT.items()}
         self.ring = [rank for rank, count in enumerate(self.counts["layers"]) if count] if "layers" in shares else []
         if self.ring:  # a rank has all of its layers
@@ -381,7 +380,8 @@ class Model:
 
     def rebalanced(self):
         """The model with the shares that fit how long each rank has computed; this one, if they are not much faster."""
-        kinds, counts, config = ("heads", "columns", "vocabulary"), self.counts, self.made_of[0]
+        of, counts, config = fompi.planner.shares, self.counts, self.made_of[0]
+        kinds = "heads", "columns", "vocabulary"
         seconds = fompi.all_gather(torch.tensor([[self.busy[kind] for kind in kinds]]), comm=self.comm).tolist()
         self.busy, shares, now, then = dict.fromkeys(DEALT, 0.0), {}, 0.0, 0.0
         for i, kind in enumerate(kinds):
@@ -389,9 +389,9 @@ class Model:
             if kind == "heads":  # whole groups of heads that share one of k and v
                 unit = config["num_attention_heads"] // config["num_key_value_heads"]
             slow = [t / max(1, n) for t, n in zip(busy, counts[kind], strict=True)]
-            phase = Phase((kind,), (sum(counts[kind]) // unit,), tuple(((0.0, (s * unit,)),) for s in slow), (0.0,))
+            phase = of.Phase((kind,), (sum(counts[kind]) // unit,), tuple(((0.0, (s * unit,)),) for s in slow), (0.0,))
             # of a rank without units nothing is known
-            found = deal(phase, [rank for rank, n in enumerate(counts[kind]) if n])
+            found = of.deal(phase, [rank for rank, n in enumerate(counts[kind]) if n])
             shares[kind] = [n * unit for (n,) in found]
             now, then = now + max(busy), then + phase.slowest(found)
         if self.ring or now < GAIN * then:
