@@ -33,7 +33,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from fompi.base.errors import LayoutError, PlanError
+from fompi.base.errors import ArgumentError, LayoutError, PlanError
 from fompi.base.layout import accumulator, integer, itemsize
 from fompi.parallel.actions import Action, Actions, Step, actions, parts, placement_in
 from fompi.parallel.shares import dealt
@@ -76,7 +76,9 @@ def plan(
     """
     if unknown := {*mesh} - {"dp", "tp", "pp"}:
         raise LayoutError(f"mesh={mesh!r} has the axis {min(unknown)!r}: a step has dp, tp and pp")
-    chunks, shares = _stages(**stages)
+    chunks, shares = stages.pop("chunks", 1), stages.pop("shares", None)
+    if stages:
+        raise ArgumentError(f"a step has no argument {min(stages)!r}")
     axes = dp, tp, pp = tuple(mesh.get(name, 1) for name in ("dp", "tp", "pp"))
     if any((integer(n) or 0) < 1 for n in (*axes, *shape, chunks)):
         raise LayoutError(f"mesh={mesh!r}, shape={shape!r}, chunks={chunks!r}: they must be integers >= 1")
@@ -93,11 +95,6 @@ def plan(
     kernels = tuple(UserKernel(name, _seconds(name, seconds or {}, problem)) for name in KERNELS)
 
     return plan_of(problem, name_of(schedule), kernels, partial(_StepWriter, problem, listed))
-
-
-def _stages(chunks: int = 1, shares: Any = None) -> tuple[int, Any]:
-    """How stages are made of layers."""
-    return chunks, shares
 
 
 def _forms(layers: Sequence[int | LayerForm], stages: int) -> tuple[LayerForm, ...]:
