@@ -7,6 +7,14 @@ MODEL is a folder as the Hugging Face hub has it: config.json and *.safetensors 
 tokenizer.json for --prompt (pip install tokenizers). Each rank reads the heads, the columns and the part of the
 vocabulary that it keeps; they need not divide evenly. Every layer has two sums over the ranks.
 A new token sums one row. The prompt is cut in two halves: the sum of one runs behind the products of the other.
+
+    mpirun -hosts a,b,c -n 3 python examples/generate.py path/to/model --ids 1,5,7 --shares auto
+
+Ranks need not be equally fast. `auto` measures them, and takes the best shares: of heads, columns and vocabulary, or of
+layers. Then a rank has whole layers, each row goes from rank to rank, and the last one takes the token: an integer.
+By hand: --shares heads=4,2,2/columns=50,30,20 or --shares layers=10,6,0; what is left out is dealt evenly.
+--rebalance 16 looks every 16 tokens how long each rank has computed. If other shares would be faster, each rank reads
+its new part, and the keys and values so far move.
 """
 
 import argparse
@@ -16,6 +24,7 @@ import mmap
 import re
 import sys
 import time
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 
@@ -177,25 +186,72 @@ class Files:
         return whole[rows].to(dtype, copy=True) if len(shape) == 1 else whole[rows, columns].to(dtype, copy=True)
 
 
-def dealt(count, rank, size):
-    """The part of `count` things that a rank has."""
-    ends = [0, *accumulate(count // size + (r < count % size) for r in range(size))]
+DEALT = {
+    "heads": "num_attention_heads", "columns": "intermediate_size", "vocabulary": "vocab_size",
+    "layers": "num_hidden_layers",
+}  # fmt: skip
+"""What ranks have shares of."""
+
+GAIN = 1.1
+"""Other shares must be faster by this factor."""
+
+
+def shares_of(text, config, length, comm, dtype):
+    """What --shares says: the counts of each rank by kind. Raises Refused."""
+    if text == "auto":
+        names = ("num_hidden_layers", "hidden_size", "intermediate_size")
+        balance, models = fompi.balance, fompi.planner.layers
+        sizes = models.Transformer(
+            *(config[name] for name in names), 3, length, "config.json", config["num_attention_heads"],
+            config["num_key_value_heads"], config["vocab_size"], tied=bool(config["tie_word_embeddings"]),
+        )  # fmt: skip
+        found = balance(comm, sizes, task="decode", dtype=dtype)
+        if comm.rank == 0:
+            print(f"shares: {found.verdict}; {found.best.units}")
+        if len(found.best.ranks) == 1:  # without messages
+            return {"layers": [config["num_hidden_layers"] * (rank in found.best.ranks) for rank in range(comm.size)]}
+        return found.best.units
+    given = dict(part.partition("=")[::2] for part in text.split("/")) if text else {}
+    if not all(
+        kind in DEALT and re.fullmatch(r"\d{1,9}(,\d{1,9})*", counts, re.ASCII) for kind, counts in given.items()
+    ):
+        raise Refused(
+            f"--shares {text!r}: give auto, or for example heads=4,2,2/columns=50,30,20, of {', '.join(DEALT)}"
+        )
+    return {kind: [int(n) for n in counts.split(",")] for kind, counts in given.items()}
+
+
+def run_of(counts, rank):
+    """The part of a rank, if the ranks have so many things."""
+    ends = [0, *accumulate(counts)]
     return slice(ends[rank], ends[rank + 1])
+
+
+def kv_of_rank(config, heads, rank):
+    """For each head of q of a rank the head of k and v that it reads, and the run of these that the rank has."""
+    count, kv_count = config["num_attention_heads"], config["num_key_value_heads"]
+    reads = [h * kv_count // count for h in range(count)][run_of(heads, rank)]
+    return reads, slice(reads[0], reads[-1] + 1) if reads else slice(0, 0)
 
 
 class Model:
     """A decoder. All methods are called by all ranks together."""
 
-    def __init__(self, config, files, comm, dtype, most_tokens):
+    def __init__(self, config, files, comm, dtype, most_tokens, shares):
         heads, kv_heads, hidden = (
             config[f"{n}"] for n in ("num_attention_heads", "num_key_value_heads", "hidden_size")
         )
         inner_size, self.comm, self.head = config["intermediate_size"], comm, config["head_dim"]
         self.eps, self.layers = config.get("rms_norm_eps", 1e-6), []
-        self.tokens = dealt(config["vocab_size"], comm.rank, comm.size)
-        mine, inner = dealt(heads, comm.rank, comm.size), dealt(inner_size, comm.rank, comm.size)
-        kv_of = [h * kv_heads // heads for h in range(heads)][mine]  # several heads of q share one of k and v
-        kv = slice(kv_of[0], kv_of[-1] + 1) if kv_of else slice(0, 0)
+        self.made_of, self.busy = (config, files, comm, dtype, most_tokens), dict.fromkeys(DEALT, 0.0)
+        dealt = fompi.parallel.shares.dealt
+        self.counts = {kind: dealt(shares.get(kind), kind, config[key], comm.size) for kind, key in DEALT.items()}
+        self.ring = [rank for rank, count in enumerate(self.counts["layers"]) if count] if "layers" in shares else []
+        if self.ring:  # a rank has all of its layers
+            self.counts |= {kind: (config[DEALT[kind]],) * comm.size for kind in ("heads", "columns", "vocabulary")}
+        place = 0 if self.ring else comm.rank
+        mine, inner, self.tokens = (run_of(self.counts[kind], place) for kind in ("heads", "columns", "vocabulary"))
+        kv_of, kv = kv_of_rank(config, self.counts["heads"], place)  # several heads of q share one of k and v
         self.kv_of = torch.tensor(kv_of, dtype=torch.int64) - kv.start
         q_rows, kv_rows = (slice(s.start * self.head, s.stop * self.head) for s in (mine, kv))
         rows = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows, "gate_proj": inner, "up_proj": inner}
@@ -207,7 +263,8 @@ class Model:
         norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
         if config["model_type"] == "qwen3":
             norms |= {"self_attn.q_norm": self.head, "self_attn.k_norm": self.head}
-        for n in range(config["num_hidden_layers"]):
+        every = range(config["num_hidden_layers"])
+        for n in every[run_of(self.counts["layers"], comm.rank)] if self.ring else every:
             layer = {"window": config["windows"][n]}
             for name, width in norms.items():
                 layer[name.split(".")[-1]] = files.read(f"model.layers.{n}.{name}.weight", dtype, (width,))
@@ -217,7 +274,7 @@ class Model:
                 layer[name] = files.read(f"{at}.weight", dtype, shape, **part)
                 if (f"{at}.bias" in files) != (name in config["biases"]):
                     raise Refused(f"attention_bias, mlp_bias or model_type do not fit: {at}.bias")
-                if name in rows or comm.rank == 0:  # what is summed over the ranks has its bias once
+                if name in rows or self.ring or comm.rank == 0:  # what is summed over the ranks has its bias once
                     bias = name in config["biases"]
                     layer[f"{name}.bias"] = (
                         files.read(f"{at}.bias", dtype, shape[:1], rows.get(name, slice(None))) if bias else None
@@ -226,11 +283,13 @@ class Model:
                 torch.empty(kv.stop - kv.start, most_tokens, self.head, dtype=dtype) for _ in "kv"
             )
             self.layers.append(layer)
-        table = config["vocab_size"], hidden
-        self.embedding = self.output = files.read("model.embed_tokens.weight", dtype, table, self.tokens)
-        if not config.get("tie_word_embeddings") or "lm_head.weight" in files:
-            self.output = files.read("lm_head.weight", dtype, table, self.tokens)
-        if config.get("tie_word_embeddings") and not torch.equal(self.output, self.embedding):
+        table, none = (config["vocab_size"], hidden), slice(0, 0)
+        first, last = (none if self.ring and comm.rank != self.ring[end] else self.tokens for end in (0, -1))
+        is_tied = bool(config.get("tie_word_embeddings"))
+        self.embedding = files.read("model.embed_tokens.weight", dtype, table, first)
+        has_own = not is_tied or "lm_head.weight" in files
+        self.output = files.read("lm_head.weight" if has_own else "model.embed_tokens.weight", dtype, table, last)
+        if is_tied and first == last and not torch.equal(self.output, self.embedding):
             raise Refused("tie_word_embeddings is true, but lm_head.weight is not model.embed_tokens.weight")
         self.norm = files.read("model.norm.weight", dtype, (hidden,))
         turns = torch.outer(torch.arange(most_tokens), config["turns"]).repeat(1, 2)
@@ -271,17 +330,42 @@ class Model:
         x[mine] = self.embedding[ids[mine] - self.tokens.start]
         return fompi.all_reduce(x, comm=self.comm)
 
+    def term(self, kind, of, layer, x, at):
+        """What this rank adds to the rows, and how long it takes."""
+        begun = time.perf_counter()
+        y = of(layer, x, at)
+        self.busy[kind] += time.perf_counter() - begun
+        return y
+
+    def from_rank_to_rank(self, ids, at):
+        """The last row behind all layers, on the last rank with layers. Half of a prompt follows the other half."""
+        me, last = self.comm.rank, None
+        place = self.ring.index(me) if me in self.ring else None
+        for part in ids.chunk(2 if len(ids) > 1 else 1) if place is not None else ():
+            x = self.embedding[part] if place == 0 else None
+            if x is None:
+                x = fompi.recv(self.ring[place - 1], like=self.norm, comm=self.comm)
+            for layer in self.layers:
+                x = x + self.term("heads", self.attention, layer, x, at)
+                x = x + self.term("columns", self.mlp, layer, x, at)
+            if me != self.ring[-1]:
+                fompi.send(x, self.ring[place + 1], comm=self.comm)
+            at, last = at + len(part), x
+        return last if last is not None and me == self.ring[-1] else self.norm[None]
+
     def logits(self, ids, at):
         """The logits behind the last of these tokens, for the part of the vocabulary of this rank."""
+        if self.ring:
+            return self.scores(self.norm, self.from_rank_to_rank(ids, at)[-1:], at)[0].double()
         parts = list(self.embedded(ids).chunk(2 if len(ids) > 1 else 1))
         starts = [at, at + len(parts[0])]
         sums = [None] * len(parts)
         for layer in self.layers:
-            for term in (self.attention, self.mlp):
+            for kind, term in (("heads", self.attention), ("columns", self.mlp)):
                 for i, start in zip(range(len(parts)), starts, strict=False):
                     if sums[i] is not None:
                         parts[i] = parts[i] + sums[i].wait()
-                    y = term(layer, parts[i], start)
+                    y = self.term(kind, term, layer, parts[i], start)
                     if len(parts) == 1:
                         parts[i] = parts[i] + fompi.all_reduce(y, comm=self.comm)
                     else:  # while it is summed, the products of the other half run
@@ -289,23 +373,61 @@ class Model:
         last = parts[-1] if sums[-1] is None else parts[-1] + sums[-1].wait()
         if len(parts) > 1:
             sums[0].wait()
-        return F.linear(self.normed(last[-1:], self.norm), self.output)[0].double()
+        return self.term("vocabulary", self.scores, self.norm, last[-1:], at)[0].double()
+
+    def scores(self, norm, x, at):
+        return F.linear(self.normed(x, norm), self.output)
+
+    def rebalanced(self):
+        """The model with the shares that fit how long each rank has computed; this one, if they are not much faster."""
+        of, counts, config = fompi.planner.shares, self.counts, self.made_of[0]
+        kinds = "heads", "columns", "vocabulary"
+        seconds = fompi.all_gather(torch.tensor([[self.busy[kind] for kind in kinds]]), comm=self.comm).tolist()
+        self.busy, shares, now, then = dict.fromkeys(DEALT, 0.0), {}, 0.0, 0.0
+        for i, kind in enumerate(kinds):
+            busy, unit = [of_rank[i] for of_rank in seconds], 1
+            if kind == "heads":  # whole groups of heads that share one of k and v
+                unit = config["num_attention_heads"] // config["num_key_value_heads"]
+            slow = [t / max(1, n) for t, n in zip(busy, counts[kind], strict=True)]
+            phase = of.Phase((kind,), (sum(counts[kind]) // unit,), tuple(((0.0, (s * unit,)),) for s in slow), (0.0,))
+            # of a rank without units nothing is known
+            found = of.deal(phase, [rank for rank, n in enumerate(counts[kind]) if n])
+            shares[kind] = [n * unit for (n,) in found]
+            now, then = now + max(busy), then + phase.slowest(found)
+        if self.ring or now < GAIN * then:
+            return self
+        made = Model(*self.made_of, shares)
+        for old, new in zip(self.layers, made.layers, strict=True):
+            for name in "kv":  # the heads of all ranks, some of which several ranks have
+                held, first = fompi.all_gather(old[name], comm=self.comm), 0
+                whole = torch.empty(config["num_key_value_heads"], *held.shape[1:], dtype=held.dtype)
+                for rank in range(self.comm.size):
+                    kv = kv_of_rank(config, counts["heads"], rank)[1]
+                    whole[kv], first = held[first : first + kv.stop - kv.start], first + kv.stop - kv.start
+                new[name].copy_(whole[kv_of_rank(config, made.counts["heads"], self.comm.rank)[1]])
+        if self.comm.rank == 0:
+            print(f"other shares: {now / then:.2f} times as fast; {shares}")
+        return made
 
     def next_token(self, ids, at, temperature, generator):
         """The most likely token, or a sample: the largest of the logits with Gumbel noise, the same on any ranks."""
         logits = self.logits(ids, at)
         if temperature:
-            vocabulary = fompi.all_reduce(torch.tensor([len(logits)]), comm=self.comm).item()
+            vocabulary = self.made_of[0]["vocab_size"]
             noise = -torch.log(-torch.log(torch.rand(vocabulary, generator=generator, dtype=torch.float64)))
             scale = max(temperature, 1.0)  # so that no logit becomes infinite
-            logits = logits / scale + temperature / scale * noise[self.tokens]
+            logits = logits / scale + temperature / scale * noise[self.tokens][: len(logits)]
         best = torch.tensor([[-torch.inf, 0.0]], dtype=torch.float64)
         if len(logits):
             value, index = logits.max(0)
             best = torch.stack([value, self.tokens.start + index.double()])[None]
-        found = fompi.all_gather(best, comm=self.comm)
+        if self.ring:
+            found = fompi.broadcast(best, root=self.ring[-1], comm=self.comm)
+        else:
+            found = fompi.all_gather(best, comm=self.comm)
         if not found[:, 0].max().isfinite():
-            raise Refused("a logit is not finite: the weights are not, or --dtype is too small for them")
+            why = "a logit is not finite: the weights are not, or --dtype is too small for them"
+            raise Refused(why if self.comm.rank == 0 else "")
         return int(found[found[:, 0].argmax(), 1])
 
 
@@ -323,8 +445,12 @@ def arguments():
     parser.add_argument("--tokens", type=int, default=32, help="how many tokens to generate (32)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the most likely token (0)")
     parser.add_argument("--seed", type=int, default=0, help="of the samples (0)")
+    parser.add_argument("--shares", help="of unequal ranks: auto, or such as heads=4,2,2/columns=50,30,20")
+    parser.add_argument("--rebalance", type=int, metavar="N", help="look at the shares every N tokens")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16", "float64"])
     options, tokenizer = parser.parse_args(), None
+    if options.rebalance is not None and options.rebalance < 1:
+        raise Refused("--rebalance must be 1 or more")
     if not (options.tokens >= 1 and 0 <= options.temperature < math.inf and 0 <= options.seed < 1 << 63):
         raise Refused("--tokens must be 1 or more, --temperature and --seed 0 or more")
     if (options.prompt is None) == (options.ids is None):
@@ -344,16 +470,22 @@ def arguments():
     return options, tokenizer.encode(options.prompt).ids, tokenizer
 
 
-def loaded(comm):
-    """The options, the tokens of the prompt, the tokenizer and the model. Raises Refused."""
+def config_and_ids():
+    """The options, the tokens of the prompt, the tokenizer, and what config.json says. Raises Refused."""
     options, ids, tokenizer = arguments()
     path = options.model / "config.json"
-    try:
+    with one_line(path):
         config = config_of(path)
         if not ids or max(ids) >= config["vocab_size"]:
             raise Refused(f"tokens are from 0 to {config['vocab_size'] - 1}, and one at least, not {ids[:20]}")
-        path = options.model
-        model = Model(config, Files(path), comm, getattr(torch, options.dtype), len(ids) + options.tokens)
+    return options, ids, tokenizer, config
+
+
+@contextmanager
+def one_line(path):
+    """Errors of reading are Refused."""
+    try:
+        yield
     except KeyError as error:
         raise Refused(f"{path}: {error} is missing or not known") from None
     except (
@@ -368,7 +500,25 @@ def loaded(comm):
     ) as error:
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise Refused(f"{path}: {why.splitlines()[0]}") from None
-    return options, ids, tokenizer, model
+
+
+def made(comm, options, config, length, shares):
+    """The model with these shares. Raises Refused."""
+    with one_line(options.model):
+        return Model(config, Files(options.model), comm, getattr(torch, options.dtype), length, shares)
+
+
+def together(comm, make, *given):
+    """make(*given) on all ranks, or Refused on all. The first rank with an error has its words."""
+    found, why = None, ""
+    try:
+        found = make(*given)
+    except Refused as error:
+        why = str(error)
+    failed = fompi.all_gather(torch.tensor([bool(why)]), comm=comm).nonzero()
+    if len(failed):
+        raise Refused(why if comm.rank == failed[0] else "")
+    return found
 
 
 def write_text(comm, options, ids, tokenizer, model):
@@ -376,6 +526,8 @@ def write_text(comm, options, ids, tokenizer, model):
     begun, made = time.perf_counter(), [model.next_token(torch.tensor(ids), 0, *how)]
     first = time.perf_counter()
     for at in range(len(ids), len(ids) + options.tokens - 1):
+        if options.rebalance and len(made) % options.rebalance == 0:
+            model = model.rebalanced()
         if comm.rank == 0 and tokenizer is not None:
             print(tokenizer.decode(made[-1:]), end=" ", flush=True)
         made.append(model.next_token(torch.tensor(made[-1:]), at, *how))
@@ -388,20 +540,18 @@ def write_text(comm, options, ids, tokenizer, model):
 
 def main():
     with torch.inference_mode(), fompi.Communicator() as comm:
-        found, why = None, ""
         try:
-            found = loaded(comm)
-        except Refused as error:
-            why = str(error)
-        failed = fompi.all_gather(torch.tensor([bool(why)]), comm=comm).nonzero()
-        if len(failed):  # all ranks end, and the first one with an error says it
-            if comm.rank == failed[0]:
-                print(f"generate.py: {why}", file=sys.stderr)
-            return 2
-        try:
-            write_text(comm, *found)
+            options, ids, tokenizer, config = together(comm, config_and_ids)
+            length = len(ids) + options.tokens
+            shares = together(comm, shares_of, options.shares, config, length, comm, options.dtype)
+            model = together(comm, made, comm, options, config, length, shares)
+            if options.shares:
+                counts = torch.tensor([[n for each in model.counts.values() for n in each]])
+                if (fompi.all_gather(counts, comm=comm) != counts).any():
+                    raise Refused("--shares is not the same on all ranks" if comm.rank == 0 else "")
+            write_text(comm, options, ids, tokenizer, model)
         except Refused as error:  # on all ranks
-            if comm.rank == 0:
+            if str(error):
                 print(f"generate.py: {error}", file=sys.stderr)
             return 2
     return 0

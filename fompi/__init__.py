@@ -139,6 +139,7 @@ _prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.c
 
 DOORS.bind, DOORS.prepare = BoundCall, _prepare
 DOORS.measure = _late("fompi.tuning.autotune", "measured_schedule")
+DOORS.machine = _late("fompi.tuning.calibrate", "measured")
 DOORS.differentiable = _late("fompi.torch.autograd", "differentiable")
 DOORS.strategy_of_torch = _late("fompi.torch.autograd", "attached")
 DOORS.modes_of_torch = _late("fompi.torch.private", "modes")
@@ -155,7 +156,7 @@ frames.install()
 say_if_missing()
 
 
-_PACKAGES = ("torch", "jax", "parallel", "members", "islands", "plans", "model", "traces")
+_PACKAGES = ("torch", "jax", "parallel", "members", "islands", "plans", "model", "planner", "traces")
 """Packages with names that the documents use, besides the names of this module."""
 
 

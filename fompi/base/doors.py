@@ -29,6 +29,9 @@ class Doors:
     measure: Callable[..., tuple[str, Any]] = closed
     """(operation, arguments, local, comm) -> the fastest schedule and slices. `ops` -> `tuning`."""
 
+    machine: Callable[[Any, str], Any] = closed
+    """(comm, what the ranks compare) -> its Machine, measured now. `planner` -> `tuning`."""
+
     bind: Callable[..., Any] = closed
     """(operation, arguments, comm, call_options) -> the BoundCall. Inside `ops`: it needs Pending and the executor."""
 

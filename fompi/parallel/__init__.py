@@ -24,6 +24,6 @@ from typing import Any
 
 def __getattr__(name: str) -> Any:
     """Import a strategy at the first use of its name: `fompi.parallel.data`."""
-    if name in ("data", "pipeline", "tensor", "sequence", "expert", "step", "outer"):
+    if name in ("data", "pipeline", "tensor", "sequence", "expert", "step", "outer", "shares"):
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -381,6 +381,20 @@ def order_on(comm: Communicator) -> str:
     return order_of(comm.how.get("order", "any"))
 
 
+def in_leaves(comm: Communicator, counts: Sequence[float]) -> Communicator:
+    """The communicator for sums over units of which rank r has counts[r]: it has the leaves of an order of theirs.
+
+    Raises PlanError if a leaf has units of two ranks.
+    """
+    canonical = Canonical.of(order_on(comm))
+    if canonical is None:
+        return comm
+    shares = [n * canonical.leaves / sum(counts) for n in counts]
+    if any(round(n, 9) % 1 for n in shares):  # shares of rows are fractions
+        raise PlanError(f"order={canonical}: shares={[*counts]} cut a leaf: ranks would have {shares} leaves")
+    return comm.using(order=Canonical(canonical.leaves, tuple(map(round, shares))))
+
+
 def leaves_of(comm: Communicator) -> int:
     """How many leaves this rank has, if the order has leaves; else 0."""
     canonical = Canonical.of(order_on(comm))

@@ -210,6 +210,7 @@ class Options:
     ahead_nbytes: int | None = None
     check_for_nan: bool = False
     over: Any = ()
+    shares: Any = None
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise the error of what does not fit these parameters."""

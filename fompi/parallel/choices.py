@@ -10,9 +10,10 @@ import numpy as np
 
 from fompi.backends.numbers import counting, filled, wide_product
 from fompi.base.errors import LayoutError, PlanError, ShapeError, quoted
-from fompi.base.layout import integer, number, offsets, split
+from fompi.base.layout import integer, number, offsets
 from fompi.engine.communicator import Communicator
 from fompi.parallel.arrays import Array, arrived, borrow, start_sum
+from fompi.parallel.shares import dealt
 from fompi.tensors.dlpack import Tensor
 
 POLICIES = ("probs", "position")
@@ -27,6 +28,7 @@ class Choice:
     shares: Array  # (rows, k): the weights before any row is dropped
     kept: Array  # (rows, k): False where the expert is full
     normalize: bool
+    held: tuple[int, ...] = ()  # how many experts each rank has
 
     @property
     def weights(self) -> Array:
@@ -69,9 +71,9 @@ def choose_backward(choice: Choice, dweights: Array) -> Array:
     return p * (dp - (p * dp).sum(1, keepdims=True))
 
 
-def experts_of(rank: int, size: int, experts: int) -> range:
+def experts_of(rank: int, size: int, experts: int, shares: Any = None) -> range:
     """The experts that a rank holds."""
-    ends = offsets(split(experts, size))
+    ends = offsets(dealt(shares, "experts", experts, size))
     return range(ends[rank], ends[rank + 1])
 
 
@@ -85,25 +87,29 @@ def check_choice(experts: int, k: Any, capacity_factor: Any, policy: Any) -> Non
 
 
 def check_route(
-    x: Any, router: Any, k: int, normalize: bool, capacity_factor: float | None, policy: str
-) -> tuple[Tensor, Tensor, str]:
-    """The tensors of a route, and what must be the same on all ranks."""
+    x: Any, router: Any, k: int, normalize: bool, capacity_factor: float | None, policy: str, shares: Any, size: int
+) -> tuple[Tensor, Tensor, tuple[int, ...], str]:
+    """The tensors of a route, how many experts each rank has, and what must be the same on all ranks."""
     tx = borrow(x, "x", None, 2)
     tr = borrow(router, "router", tx, 2)
     h, experts = tr.array.shape
     if tx.array.shape[1] != h:
         raise ShapeError(f"x has {tx.array.shape[1]} features, but the router has {h} rows: they must be equal")
     check_choice(experts, k, capacity_factor, policy)
+    held = dealt(shares, "experts", experts, size)
     text = f"{tx.dtype}, {h=}, {experts=}, k={int(k)}, normalize={bool(normalize)}, {capacity_factor=}, {policy}"
-    return tx, tr, text
+    text += "" if shares is None else f", shares={[*held]}"
+    return tx, tr, held, text
 
 
-def chosen(x: Tensor, router: Tensor, k: int, normalize: bool, capacity_factor: float | None, policy: str) -> Choice:
-    """The experts that the rows of this rank choose."""
-    experts = router.array.shape[1]
-    capacity = None if capacity_factor is None else math.ceil(capacity_factor * k * len(x.array) / experts)
-    logits = wide_product(x.array, router.array, x.dtype)
-    return choose(logits, k, normalize, capacity, policy)
+def chosen(
+    x: Tensor, router: Tensor, held: tuple[int, ...], k: int, normalize: bool, factor: float | None, policy: str
+) -> Choice:
+    """The experts that the rows of this rank choose. `held`: how many each rank has."""
+    capacity = None if factor is None else math.ceil(factor * k * len(x.array) / sum(held))
+    choice = choose(wide_product(x.array, router.array, x.dtype), k, normalize, capacity, policy)
+    choice.held = held
+    return choice
 
 
 def start_count(choice: Choice, here: Array, comm: Communicator) -> Any:

@@ -38,7 +38,7 @@ from fompi.base.layout import accumulator, offsets
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import ENDS_STEP, agree, begin_agreement
 from fompi.ops.operations import all_reduce
-from fompi.parallel.arrays import borrow_any, call, carrying, check_place, lent, read, same_bits, tensor_of
+from fompi.parallel.arrays import borrow_any, call, carrying, check_place, in_leaves, lent, read, same_bits, tensor_of
 from fompi.parallel.axes import REFUSED_STEP, Axes, agree_everywhere
 from fompi.parallel.buckets import (
     DTYPES,
@@ -62,6 +62,7 @@ from fompi.parallel.leaves import exact_sums
 from fompi.parallel.optimizers import SGD, AdamW, Optimizer
 from fompi.parallel.saved import load_state, whole_state
 from fompi.parallel.section import Section
+from fompi.parallel.shares import DataShares
 from fompi.parallel.sums import Gradients, Sums, summing
 from fompi.tensors.dlpack import Tensor
 from fompi.traces.trace import Trace
@@ -97,6 +98,10 @@ class DataParallel:
     optimizer updates them as they are; all ranks compute with what messages bring (ZeRO++, arXiv 2306.10209).
     `check_for_nan`: look at every gradient; a NaN or an infinite number is a TensorError that names parameter and rank.
     If only their sum is too large, `step` raises it on all ranks. Nothing is updated then.
+    `shares`: rows and state of unequal ranks (`fompi.parallel.shares`), {"rows": [...], "state": [...]}, or a list, of
+    the rows. A gradient is that of the mean over the rows of its rank, and counts by these: the mean is that over all
+    rows. A rank keeps its share of the state, of gradients and parameters where `zero` spreads them. With leaves a rank
+    has its share of these.
     `over`: a communicator or several, of other axes whose ranks hold other parts of the model. `step` takes them too.
     Give them here, so that an error in the first step reaches these ranks at once, and not with the next `step`.
 
@@ -121,6 +126,7 @@ class DataParallel:
         self.options = Options(**{name: options.pop(name) for name in known if name in options})
         self.zero, self._axes, self._waits = self.options.zero, Axes(self.comm), Waits()
         self._how: Mapping[str, Any] = {}  # the keywords of sums
+        self.shares = DataShares()
         tensors: dict[str, Tensor] = {}
         counts: Sequence[int] = ()
         error: Exception | None = None
@@ -133,13 +139,18 @@ class DataParallel:
             counts = cut([t.array.nbytes for t in tensors.values()], dtypes, self.options.bucket_nbytes)
             self._holders = self.options.holders(tensors)
             self.options.check(tensors)
-            self._how = carrying("DataParallel", comm, options, map(accumulator, dtypes), [*CARRIED, *known]).how
+            carrier = carrying("DataParallel", comm, options, map(accumulator, dtypes), [*CARRIED, *known])
+            self.shares = DataShares.of(self.options.shares, self.comm.size)
+            self._how = (in_leaves(carrier, self.shares.rows) if self.shares.rows else carrier).how
+            if self.shares.state and self._how.get("feedback"):
+                raise LayoutError("feedback=True: parts of the state are equal then: leave out shares of the state")
             self._canonical = check_order(self._how, self.options, tensors, self.comm.size)
             words = in_words(tensors) + held_in_words(self._holders)  # it reads the values
         except Exception as refusal:
             error = refusal
         how = repr(optimizer) if is_dataclass(optimizer) else type(optimizer).__name__
-        text = f"DataParallel({how}, {self.options}{keywords_in_words(self._how)}{self._axes}, buckets of {[*counts]}"
+        text = f"DataParallel({how}, {self.options}{keywords_in_words(self._how)}{self._axes}{self.shares}"
+        text += f", buckets of {[*counts]}"
         agree_everywhere([(axis, f"{text} parameters){words}") for axis in self._axes.shards], error)
         self._sizes = kept_nbytes(tensors)
         self._make_buckets(tensors, counts)
@@ -148,6 +159,8 @@ class DataParallel:
         if self._canonical is not None:
             averaged = self._canonical.leaves
         self.feedback = any([gradients.feedback for gradients in self.gradients])
+        is_by_rows = self.options.average and self._canonical is None  # a leaf has as many rows as any other one
+        self._factor = self.shares.factor(self.comm.rank) if is_by_rows else 1.0
         self.weight = 1 / averaged if self.options.average else 1.0  # of the gradient of a rank, or of a leaf
         self._scale = self.weight if self._op == "sum" else 1.0
         self.is_syncing, self._used, self._steps = True, set[str](), 0
@@ -172,7 +185,7 @@ class DataParallel:
         try:
             listed = [*tensors.items()]
             for a, b in itertools.pairwise(offsets(counts)):
-                bucket = Bucket(dict(listed[a:b]), gathers, zero)
+                bucket = Bucket(dict(listed[a:b]), gathers, zero, self.shares)
                 self.buckets.append(bucket)
                 self.gradients.append(Gradients(bucket, sums, zero, options.microbatches, subtrees[comm.rank]))
                 bucket.states = {name: self.optimizer.state(bucket.master[bucket.own(name)]) for name in bucket.names}
@@ -267,6 +280,7 @@ class DataParallel:
                 self._answered = self.forwards
                 if array is not None:
                     self._used.add(name)
+                    array = array if self._factor == 1.0 else array * array.dtype.type(self._factor)
                 gradients.add(name, array)
                 if self.is_syncing:
                     gradients.announced(name)
@@ -518,6 +532,18 @@ class DataParallel:
         self._check_open()
         self._end_cycle_together("load_state_dict")
         load_state(self, state)
+
+    def rebalance(self, shares: Any) -> None:
+        """Other shares of rows and state from the next step on: state moves to other ranks, bit by bit. Collective.
+
+        Between two steps. Raises the errors of the constructor on all ranks; nothing changes then.
+        """
+        state, options = self.state_dict(), {f.name: getattr(self.options, f.name) for f in fields(Options)}
+        options |= {**self._how, "shares": shares}
+        made = DataParallel(state["parameters"], optimizer=self.optimizer, comm=self.comm, **options)
+        made.load_state_dict(state)
+        self.close()
+        vars(self).update(vars(made))
 
     # --------------------------------------------------------------------------------------------------- errors
     def _bucket_of(self, name: str) -> Bucket:

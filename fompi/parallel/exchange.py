@@ -11,12 +11,12 @@ import numpy as np
 
 from fompi.backends.numbers import counting, empty, fetch, upload
 from fompi.base.errors import LayoutError, ShapeError
-from fompi.base.layout import offsets, split
+from fompi.base.layout import offsets
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_to_all
 from fompi.parallel.activations import activate, activate_backward, check_activation
 from fompi.parallel.arrays import Array, arrived, borrow, gathered, read, start, transfer
-from fompi.parallel.choices import Choice, experts_of
+from fompi.parallel.choices import Choice
 from fompi.tensors.dlpack import Tensor
 
 # --------------------------------------------------------------------------------------------------- the experts
@@ -63,15 +63,15 @@ class Batch:
 
 
 def check_experts(
-    w1: Any, w2: Any, x: Tensor, experts: int, activation: str, comm: Communicator
+    w1: Any, w2: Any, x: Tensor, held: Sequence[int], activation: str, comm: Communicator
 ) -> tuple[Tensor, Tensor]:
+    """The matrices of the experts of this rank. `held`: how many experts each rank has."""
     t1, t2 = borrow(w1, "w1", x, 3), borrow(w2, "w2", x, 3)
-    mine = experts_of(comm.rank, comm.size, experts)
     for name, tensor in (("w1", t1), ("w2", t2)):
-        if len(tensor.array) != len(mine):
+        if len(tensor.array) != held[comm.rank]:
             raise LayoutError(
-                f"{name} has {len(tensor.array)} experts, but {experts} experts on {comm.size} ranks are dealt out as "
-                f"{list(split(experts, comm.size))}: rank {comm.rank} has {len(mine)}"
+                f"{name} has {len(tensor.array)} experts, but {sum(held)} experts on {comm.size} ranks are dealt out "
+                f"as {[*held]}: rank {comm.rank} has {held[comm.rank]}"
             )
     check_widths("w1", "w2", t1.array.shape[1:], t2.array.shape[1:], x, activation)
     return t1, t2
@@ -97,7 +97,7 @@ class Exchange:
     """
 
     def __init__(self, choice: Choice, rows: range, comm: Communicator, apart: bool):
-        self.experts, self.k = choice.probabilities.shape[1], choice.experts.shape[1]
+        self.experts, self.k, self.held = choice.probabilities.shape[1], choice.experts.shape[1], choice.held
         self.comm, self.rows, self.apart, self.is_settled = comm, rows, apart, False
         self.run = slice(rows.start, rows.stop)
         kept, experts = choice.kept[self.run], choice.experts[self.run]
@@ -108,20 +108,21 @@ class Exchange:
     def announce(self) -> None:
         """Wait until the host knows how many rows each expert gets, and tell the other ranks."""
         edges, order, like = read(self._edges, self.comm), self._order, self._order
-        mine, ranks = experts_of(self.comm.rank, self.comm.size, self.experts), split(self.experts, self.comm.size)
+        rank, ends = self.comm.rank, offsets(self.held)
+        mine = slice(ends[rank], ends[rank + 1])
         self.total, self.chosen = int(edges[-1]), np.diff(edges)
         self.token, self.slot = order[: self.total] // self.k + self.rows.start, order[: self.total] % self.k
         self.places = np.empty_like(order)
         self.places[order] = counting(len(order), like)
         self.places = self.places.reshape(-1, self.k)  # of each choice among the rows expert by expert
-        self.first = [int(edges[e]) for e in offsets(ranks)]  # where the rows of each rank begin
-        own = slice(*self.first[self.comm.rank :][:2]) if self.apart else slice(0, 0)
+        self.first = [int(edges[e]) for e in ends]  # where the rows of each rank begin
+        own = slice(*self.first[rank:][:2]) if self.apart else slice(0, 0)
         self.here, sent = own, self.chosen.copy()
-        self.own = self.chosen[mine.start : mine.stop] if self.apart else np.zeros(len(mine), np.int64)
+        self.own = self.chosen[mine] if self.apart else np.zeros(self.held[rank], np.int64)
         if self.apart:
-            sent[mine.start : mine.stop] = 0
-        self.send = [int(sent[a:b].sum()) for a, b in pairwise(offsets(ranks))]
-        self._table = start(all_to_all, sent[:, None], counts=list(ranks), dtype=str(sent.dtype), comm=self.comm)
+            sent[mine] = 0
+        self.send = [int(sent[a:b].sum()) for a, b in pairwise(ends)]
+        self._table = start(all_to_all, sent[:, None], counts=[*self.held], dtype=str(sent.dtype), comm=self.comm)
 
     def away(self, values: Array) -> Array:
         """Those of the rows that travel."""

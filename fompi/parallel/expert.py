@@ -42,36 +42,13 @@ from fompi.parallel.arrays import (
     unrounded,
     zeros,
 )
-from fompi.parallel.choices import (
-    POLICIES,
-    Choice,
-    check_route,
-    choose,
-    choose_backward,
-    chosen,
-    counted,
-    experts_of,
-    start_count,
-)
+from fompi.parallel.choices import check_route, choose_backward, chosen, counted, experts_of, start_count
 from fompi.parallel.differentiable import Differentiable, Gradients
-from fompi.parallel.exchange import (
-    Batch,
-    Exchange,
-    alternate,
-    check_experts,
-    check_widths,
-    grouped,
-    grouped_gradient,
-    halves,
-)
+from fompi.parallel.exchange import Batch, Exchange, alternate, check_experts, check_widths, halves
 from fompi.parallel.route import Route, combine, dispatch, experts, route
 from fompi.tensors.dlpack import Tensor
 
-__all__ = [
-    "POLICIES", "Batch", "Choice", "Exchange", "LayerGradient", "MicroBatch", "Route", "choose", "choose_backward",
-    "combine", "dispatch", "experts", "experts_of", "grouped", "grouped_gradient", "halves", "alternate", "moe",
-    "route",
-]  # fmt: skip
+__all__ = ["LayerGradient", "MicroBatch", "Route", "combine", "dispatch", "experts", "experts_of", "moe", "route"]
 
 
 Term = tuple[Batch, Array, Array]
@@ -181,11 +158,13 @@ def _moe(
     capacity_factor: float | None = None,
     policy: str = "probs",
     microbatches: int = 1,
+    shares: Any = None,
 ) -> tuple[Any, Kept]:
     """y[i] = sum(weight[i, e] * (activation(x[i] @ w1[e]) @ w2[e]) for e in the k best experts of x[i] @ router)
 
     x: (rows of this rank, h), Shard(0). router: (h, experts), Replicate. w1: (experts of this rank, h, f) and
-    w2: (experts of this rank, f, n): the r-th run of the experts, as even as possible. y: (rows of this rank, n).
+    w2: (experts of this rank, f, n): the r-th run of the experts, of the length that `shares` says
+    (`fompi.parallel.shares`), without these as even as possible. y: (rows of this rank, n).
     shared: None, or (s1, s2), Replicate: an expert for all rows, activation(x @ s1) @ s2, is added. With "swiglu", w2
     and s2 have f / 2 rows.
 
@@ -198,17 +177,17 @@ def _moe(
     """
 
     def check(comm: Communicator) -> tuple[str, int, Any]:
-        tx, tr, text = check_route(x, router, k, normalize, capacity_factor, policy)
-        weights = check_experts(w1, w2, tx, tr.array.shape[1], activation, comm)
+        tx, tr, held, text = check_route(x, router, k, normalize, capacity_factor, policy, shares, comm.size)
+        weights = check_experts(w1, w2, tx, held, activation, comm)
         both = _check_shared(shared, tx, weights[1].array.shape[2], activation)
         if (integer(microbatches) or 0) < 1:
             raise LayoutError(f"microbatches={microbatches!r} must be an integer > 0")
         text += f", n={weights[1].array.shape[2]}, {activation}, microbatches={int(microbatches)}"
         text += ", no shared expert" if both is None else f", shared f={both[0].array.shape[1]}"
-        return text, 0, (tx, tr, *weights, both)
+        return text, 0, (tx, tr, held, *weights, both)
 
-    group, (tx, tr, t1, t2, both), _ = enter("moe", comm, check)
-    choice = chosen(tx, tr, k, normalize, capacity_factor, policy)
+    group, (tx, tr, held, t1, t2, both), _ = enter("moe", comm, check)
+    choice = chosen(tx, tr, held, k, normalize, capacity_factor, policy)
     shape, weights = (len(tx.array), t2.array.shape[2]), {"router": tr, "w1": t1, "w2": t2, "shared": both}
     layer = Kept(tx, shape, comm=group, **weights, activation=activation, choice=choice)
     ends = offsets(split(len(tx.array), int(microbatches)))

@@ -22,12 +22,13 @@ from fompi.backends.half import storage
 from fompi.backends.numbers import narrow, place, widen
 from fompi.backends.wires import carry
 from fompi.base.call_options import wire_on
-from fompi.base.layout import accumulator, in_common, offsets, split
+from fompi.base.layout import accumulator, in_common, offsets
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_gather
 from fompi.parallel.arrays import array_of, tensor_of
 from fompi.parallel.optimizers import State
 from fompi.parallel.repeated import Unbound, is_bound, repeated
+from fompi.parallel.shares import DataShares
 from fompi.tensors.dlpack import Tensor
 
 Array = np.ndarray[Any, Any]
@@ -51,7 +52,7 @@ class Bucket:
     If gathers carry fewer bits, `full` has what they bring, and `master` the parameters themselves.
     """
 
-    def __init__(self, params: dict[str, Tensor], comm: Communicator, zero: int):
+    def __init__(self, params: dict[str, Tensor], comm: Communicator, zero: int, shares: DataShares):
         self.names, self.shapes = [*params], {name: t.array.shape for name, t in params.items()}
         self.likes = {name: without_memory(t) for name, t in params.items()}
         self.dtype = next(iter(params.values())).dtype
@@ -60,7 +61,7 @@ class Bucket:
         self.spans = dict(zip(params, pairwise(edges), strict=True))
         self.size = edges[-1]
         self.nbytes = self.size * storage(self.wide).itemsize  # of all its gradients
-        self.edges = offsets(split(self.size, comm.size)) if zero else [0, self.size]  # of what each rank owns
+        self.edges = shares.edges(self.size, comm.size) if zero else [0, self.size]  # of what each rank owns
         self.begin, self.end = self.edges[comm.rank : comm.rank + 2] if zero else (0, self.size)
         full = np.concatenate([t.array.reshape(-1) for t in params.values()])
         self.full: Array | None = full if zero < 3 else None

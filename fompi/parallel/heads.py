@@ -19,6 +19,7 @@ from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_to_all
 from fompi.parallel.arrays import Array, arrived, arrived_from, memory, start, transfer
 from fompi.parallel.attention import check_heads
+from fompi.parallel.shares import dealt
 
 LEAST_NBYTES = 1 << 18
 """A message to one rank is not cut into smaller ones than this."""
@@ -32,16 +33,20 @@ def parts_of(heads: int, nbytes: int) -> list[slice]:
     return [slice(a, b) for a, b in pairwise(ends)]
 
 
-def heads_of(rank: int, size: int, heads: int, kv_heads: int) -> tuple[range, range]:
-    """(the query heads of a rank, the key/value heads that they read)
+def held_heads(size: int, heads: int, kv_heads: int, shares: Any = None) -> list[tuple[range, range]]:
+    """For each rank (its query heads, the key/value heads that they read)
 
-    Query heads are dealt out as evenly as possible. A key/value head is on every rank that has one of its query heads.
-    Raises LayoutError if `heads` is not a multiple of `kv_heads`.
+    Query heads are dealt out by `shares`, without these as evenly as possible. A key/value head is on every rank that
+    has one of its query heads. Raises LayoutError if `heads` is not a multiple of `kv_heads`, and for wrong shares.
     """
     check_heads(heads, kv_heads)
-    first = offsets(split(heads, size))
-    mine, group = range(first[rank], first[rank + 1]), heads // kv_heads
-    return mine, range(mine[0] // group, mine[-1] // group + 1) if mine else range(0)
+    runs, group = [range(a, b) for a, b in pairwise(offsets(dealt(shares, "heads", heads, size)))], heads // kv_heads
+    return [(run, range(run[0] // group, run[-1] // group + 1) if run else range(0)) for run in runs]
+
+
+def heads_of(rank: int, size: int, heads: int, kv_heads: int, shares: Any = None) -> tuple[range, range]:
+    """`held_heads` of a rank."""
+    return held_heads(size, heads, kv_heads, shares)[rank]
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,7 @@ class Deal:
     comm: Communicator
     part: int = 0
     parts: int = 1
+    shares: Any = None
 
     def slices(self, nbytes: int) -> list[Deal]:
         """All heads, in slices of whole key/value heads of each rank. `nbytes`: a query head of one message."""
@@ -79,7 +85,7 @@ class Deal:
 
     @property
     def _whole(self) -> list[tuple[range, range]]:
-        return [heads_of(rank, self.comm.size, self.heads, self.kv_heads) for rank in range(self.comm.size)]
+        return held_heads(self.comm.size, self.heads, self.kv_heads, self.shares)
 
     @property
     def reads(self) -> list[int]:
@@ -88,7 +94,7 @@ class Deal:
         return [head // group - keys.start for head in self.queries[self.comm.rank]]
 
     @property
-    def shares(self) -> bool:
+    def overlaps(self) -> bool:
         """True if several ranks have the same key/value head. Their gradients are then summed."""
         return sum(map(len, self.keys)) > len({head for keys in self.keys for head in keys})
 
@@ -101,11 +107,7 @@ class ToHeads:
     """
 
     def __init__(
-        self,
-        arrays: Sequence[tuple[Array, list[range]]],
-        rows: Sequence[int],
-        dtype: str,
-        comm: Communicator,
+        self, arrays: Sequence[tuple[Array, list[range]]], rows: Sequence[int], dtype: str, comm: Communicator
     ):
         self.arrays, self.rows, self.comm = arrays, rows, comm
         parts = [self._heads_of(rank) if rank != comm.rank else [] for rank in range(comm.size)]

@@ -39,13 +39,7 @@ from fompi.tensors.dlpack import Tensor
 
 
 def _column_parallel_linear(
-    x: Any,
-    w: Any,
-    bias: Any = None,
-    *,
-    activation: str = "none",
-    comm: Any = None,
-    sequence_parallel: bool = True,
+    x: Any, w: Any, bias: Any = None, *, activation: str = "none", comm: Any = None, sequence_parallel: bool = True
 ) -> tuple[Any, Kept]:
     """y = activation(all_gather(x) @ w + bias)
 

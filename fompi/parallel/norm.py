@@ -51,13 +51,7 @@ LEAST_NBYTES = 256 << 10
 
 
 def _all_reduce_rmsnorm(
-    x: Any,
-    residual: Any,
-    weight: Any,
-    *,
-    eps: float = 1e-6,
-    comm: Any = None,
-    sharded: bool = False,
+    x: Any, residual: Any, weight: Any, *, eps: float = 1e-6, comm: Any = None, sharded: bool = False
 ) -> tuple[tuple[Any, Any], Kept]:
     """r = residual + all_reduce(x); y = r / sqrt(mean(r**2, the last dimension) + eps) * weight
 
@@ -108,13 +102,7 @@ class _Halves:
     """Sums of rows, something that each rank does to the rows that it gets, and gathers: half by half."""
 
     def __init__(
-        self,
-        comm: Communicator,
-        rows: Sequence[int],
-        shape: tuple[int, ...],
-        nbytes: int,
-        sharded: bool,
-        dtype: str,
+        self, comm: Communicator, rows: Sequence[int], shape: tuple[int, ...], nbytes: int, sharded: bool, dtype: str
     ):
         self.comm, self.sharded, self.shape, self.dtype = comm, sharded, shape, dtype
         self.count = 2 if nbytes >= LEAST_NBYTES and comm.size > 1 else 1
@@ -202,9 +190,5 @@ def _backward(saved: Kept, given: Any) -> Gradients:
 
 
 all_reduce_rmsnorm = Differentiable(
-    _all_reduce_rmsnorm,
-    _backward,
-    tensors=("x", "residual", "weight"),
-    inputs=2,
-    takes=("wire", "order"),
+    _all_reduce_rmsnorm, _backward, tensors=("x", "residual", "weight"), inputs=2, takes=("wire", "order")
 )

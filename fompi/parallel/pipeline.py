@@ -24,6 +24,7 @@ from fompi.backends.numbers import for_numpy, place
 from fompi.backends.numpy import Numpy
 from fompi.base.call_options import wire_on
 from fompi.base.errors import DtypeError, PlanError, ShapeError, TensorError, quoted
+from fompi.base.layout import offsets
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.parallel.actions import SCHEDULES, Action, Both, Step, actions
@@ -32,6 +33,7 @@ from fompi.parallel.buckets import detached
 from fompi.parallel.interleave import interleave
 from fompi.parallel.pipeline_plan import PipelineProblem, evaluation, plan
 from fompi.parallel.planned import PlannedStep
+from fompi.parallel.shares import dealt
 from fompi.plans.plan import Plan
 from fompi.runtime.executor import Executor
 from fompi.tensors import dlpack
@@ -45,6 +47,40 @@ Key = tuple[int, int]
 """(stage, micro-batch)"""
 
 
+class Layers:
+    """Layers one after the other, as one stage. Without a layer it hands on what it gets."""
+
+    def __init__(self, layers: Sequence[Any]):
+        self.layers = layers
+
+    def forward(self, x: Any) -> tuple[Any, list[Any]]:
+        saved = []
+        for layer in self.layers:
+            x, kept = layer.forward(x)
+            saved.append((layer, kept))
+        return x, saved[::-1]
+
+    def backward(self, saved: list[Any], dy: Any) -> Any:
+        for layer, kept in saved:
+            if hasattr(layer, "backward"):
+                dy = layer.backward(kept, dy)
+            else:
+                dy, rest = layer.backward_input(kept, dy)
+                layer.backward_weight(rest)
+        return dy
+
+    def backward_input(self, saved: list[Any], dy: Any) -> tuple[Any, list[Any]]:
+        rests = []
+        for layer, kept in saved:
+            dy, rest = layer.backward_input(kept, dy)
+            rests.append((layer, rest))
+        return dy, rests
+
+    def backward_weight(self, rests: list[Any]) -> None:
+        for layer, rest in rests:
+            layer.backward_weight(rest)
+
+
 class Pipeline(PlannedStep):
     """losses = [loss(stages[-1](... stages[0](x)), t) for x, t in zip(inputs, targets)], and their gradients
 
@@ -56,6 +92,9 @@ class Pipeline(PlannedStep):
     - `forward(x) -> (y, saved)`
     - `backward(saved, dy) -> dx`, or its two parts: `backward_input(saved, dy) -> (dx, rest)` and then
       `backward_weight(rest)`. The zero-bubble schedules need the parts.
+
+    With `shares` the `stages` are all layers of the model, the same on all ranks, and this rank has a run of as many
+    as the shares say (`fompi.parallel.shares`). A rank without a layer hands on what it gets.
 
     `activations[s]` is the shape of what stage s hands on, for all stages but the last. One shape is that of all
     stages. `dtype` is that of all of them. `loss(y, target) -> (value, dy)` is called on the last stage. `schedule` is
@@ -103,6 +142,7 @@ class Pipeline(PlannedStep):
         seconds: Mapping[str, float | Sequence[float]] | None = None,
         overlap_f_b: bool = False,
         device: Any = None,
+        shares: Any = None,
         **how: Any,
     ):
         super().__init__(Communicator.of(comm).plain)
@@ -110,7 +150,7 @@ class Pipeline(PlannedStep):
         self.checked = checked
         refusal, text = None, "a pipeline"
         try:
-            self.stages = _listed(stages)
+            self.stages, dealt_in_words = self._own(_listed(stages), shares)
             if not self.stages:
                 raise PlanError("stages is empty: every rank needs the same number of stages, at least one")
             size, rank = self.comm.size, self.comm.rank
@@ -142,7 +182,7 @@ class Pipeline(PlannedStep):
             by = self.plan.schedule
             if by not in SCHEDULES:
                 by = "; ".join(" ".join(map(str, a)) for a in actions(schedule, size, microbatches, len(self.stages)))
-            text = f"{self.problem} with {self.problem.activations} by {by}, checked {checked}"
+            text = f"{self.problem} with {self.problem.activations} by {by}, checked {checked}{dealt_in_words}"
             text += "" if device is None else f", on a {device.name}"
             self._backend = backend or (Numpy() if device is None else backend_of(device).by_caller())
             if device is not None:  # its streams are made before the ranks agree
@@ -162,6 +202,18 @@ class Pipeline(PlannedStep):
         self.executor = self._bind_stages(self.plan)
         self._evaluation: Executor | None = None
 
+    def _own(self, stages: list[Any], shares: Any) -> tuple[list[Any], str]:
+        """The stages of this rank, and in words who has how many layers, if these are dealt."""
+        if shares is None:
+            return stages, ""
+        counts = dealt(shares, "layers", len(stages), self.comm.size)
+        first, rank = offsets(counts), self.comm.rank
+        return [self._joined(stages[first[rank] : first[rank + 1]])], f", shares={[*counts]}"
+
+    def _joined(self, layers: Sequence[Any]) -> Any:
+        """These layers as a stage."""
+        return Layers(layers)
+
     def _bind_stages(self, plan: Plan) -> Executor:
         used = {}
         for kernel in plan.kernels:
@@ -180,7 +232,8 @@ class Pipeline(PlannedStep):
             raise PlanError(f"framework={quoted(self.framework, FRAMEWORKS)} must be one of {', '.join(FRAMEWORKS)}")
         if not callable(self.loss):
             raise PlanError(f"loss={self.loss!r} must be a function of y and a target")
-        for number, stage in self._by_number.items():
+        layers = ((n, each) for n, stage in self._by_number.items() for each in getattr(stage, "layers", [stage]))
+        for number, stage in layers:
             parts = [callable(getattr(stage, name, None)) for name in ("backward_input", "backward_weight")]
             wanted = ["forward"]
             if "backward_input" in kinds:

@@ -19,17 +19,7 @@ from fompi.backends.numbers import filled, widen
 from fompi.base.errors import DtypeError, LayoutError, ShapeError
 from fompi.base.layout import accumulator
 from fompi.engine.communicator import Communicator
-from fompi.parallel.arrays import (
-    Array,
-    Kept,
-    arrived,
-    borrow,
-    enter,
-    enter_backward,
-    give,
-    lent,
-    start_sum,
-)
+from fompi.parallel.arrays import Array, Kept, arrived, borrow, enter, enter_backward, give, lent, start_sum
 from fompi.parallel.choices import Choice, check_route, choose_backward, chosen, counted, start_count
 from fompi.parallel.differentiable import Differentiable, Gradients
 from fompi.parallel.exchange import Batch, Exchange, check_experts
@@ -71,15 +61,16 @@ def _gate(
     normalize: bool = True,
     capacity_factor: float | None = None,
     policy: str = "probs",
+    shares: Any = None,
 ) -> tuple[Any, Kept]:
     """weights = softmax(x @ router)[the k best experts]"""
 
-    def check(_: Communicator) -> tuple[str, int, tuple[Tensor, Tensor]]:
-        tx, tr, text = check_route(x, router, k, normalize, capacity_factor, policy)
-        return text, 0, (tx, tr)
+    def check(comm: Communicator) -> tuple[str, int, Any]:
+        *routed, text = check_route(x, router, k, normalize, capacity_factor, policy, shares, comm.size)
+        return text, 0, routed
 
-    group, (tx, tr), _ = enter("route", comm, check)
-    choice, dtype = chosen(tx, tr, k, normalize, capacity_factor, policy), accumulator(tx.dtype)
+    group, (tx, tr, held), _ = enter("route", comm, check)
+    choice, dtype = chosen(tx, tr, held, k, normalize, capacity_factor, policy), accumulator(tx.dtype)
     return lent(choice.weights, tx, dtype), Kept(tx, choice.shares.shape, dtype, router=tr, choice=choice, comm=group)
 
 
@@ -168,7 +159,7 @@ def _experts(x: Any, w1: Any, w2: Any, route: Route, *, activation: str = "silu"
     def check(comm: Communicator) -> tuple[str, int, tuple[Tensor, ...]]:
         tx = borrow(x, "x", None, 2)
         _check_rows("x", tx, sum(route.rows_per_expert))
-        tensors = (tx, *check_experts(w1, w2, tx, len(route.tokens_per_expert), activation, comm))
+        tensors = (tx, *check_experts(w1, w2, tx, route.choice.held, activation, comm))
         return f"{tx.dtype}, {activation}, n={tensors[2].array.shape[2]}", 0, tensors
 
     tensors = enter("experts", _routed(route).comm, check)[1]

@@ -29,6 +29,7 @@ from fompi.parallel.heads import Deal, Returns, ToHeads, return_all
 from fompi.parallel.local import LocalAttention, check_kernel
 from fompi.parallel.ring import AttentionRing
 from fompi.parallel.sharding import LAYOUTS, Sharding, check_ranks, check_sharding, check_tokens, in_few_words
+from fompi.parallel.shares import dealt
 from fompi.parallel.ulysses import Tokens, UlyssesSlice, one_after_another
 
 __all__ = ["LAYOUTS", "Sharding", "ring_attention", "ulysses_attention", "usp_attention"]
@@ -40,9 +41,16 @@ Check = tuple[str, int, Kept]
 
 
 def _check(
-    tensors: Sequence[Any], sharding: Any, rank: int, causal: bool, scale: float | None, attention: Any
+    tensors: Sequence[Any],
+    sharding: Any,
+    rank: int,
+    size: int,
+    causal: bool,
+    scale: float | None,
+    attention: Any,
+    shares: Any = None,
 ) -> Check:
-    """The tensors of this rank, checked, and a text that must be the same on all ranks."""
+    """The tensors of this rank, checked, and a text that must be the same on all ranks. `size` ranks share heads."""
     q, k, v = tensors
     tq = borrow(q, "q", None, 3)
     borrowed = tq, borrow(k, "k", tq, 3), borrow(v, "v", tq, 3)
@@ -57,8 +65,10 @@ def _check(
             "(tokens, key/value heads, d), (tokens, key/value heads, e)"
         )
     text = f"{in_few_words(sharding)}, {tq.dtype}, {heads} and {kv_heads} heads, d={d}, e={e}, {causal=}, {scale=}"
+    dealt_heads = None if shares is None else dealt(shares, "heads", heads, size)
+    text += "" if dealt_heads is None else f", shares={[*dealt_heads]}"
     local = LocalAttention(Rule(bool(causal), scale, sharding.cu_seqlens), tq.dtype, tq, attention)
-    return text, 0, Kept(tq, (len(tq.array), heads, e), tensors=borrowed, local=local)
+    return text, 0, Kept(tq, (len(tq.array), heads, e), tensors=borrowed, local=local, heads=dealt_heads)
 
 
 def _enter(name: str, comm: Any, tensors: Sequence[Any], sharding: Sharding, *how: Any) -> Kept:
@@ -66,7 +76,7 @@ def _enter(name: str, comm: Any, tensors: Sequence[Any], sharding: Sharding, *ho
 
     def check(comm: Communicator) -> Check:
         check_ranks(sharding, comm.size)
-        return _check(tensors, sharding, comm.rank, *how)
+        return _check(tensors, sharding, comm.rank, comm.size, *how)
 
     comms, saved = enter_axes([(name, comm)], check)
     saved.comms = comms
@@ -142,6 +152,7 @@ def _ulysses_attention(
     causal: bool = False,
     scale: float | None = None,
     attention: Any = None,
+    shares: Any = None,
 ) -> tuple[Any, Kept]:
     """o = softmax(scale * q @ all keys.T) @ all values
 
@@ -149,14 +160,15 @@ def _ulysses_attention(
     possible. The attention begins with the tokens that are there. The results of a rank's queries leave as soon as they
     have seen all keys, those of this rank last.
     If messages are long, the heads of a rank are cut into slices, one after the other (`heads.Deal.slices`).
-    A key/value head is on every rank that has one of its query heads.
+    A key/value head is on every rank that has one of its query heads. `shares`: how many query heads each rank computes
+    (`fompi.parallel.shares`), without these as many as the others; how many tokens it has is said by the sharding.
     Raises LayoutError, ShapeError or DtypeError on all ranks, or MismatchError if only other ranks refuse.
     """
-    saved = _enter("ulysses_attention", comm, (q, k, v), sharding, causal, scale, attention)
+    saved = _enter("ulysses_attention", comm, (q, k, v), sharding, causal, scale, attention, shares)
     (group,) = saved.comms
     arrays = [tensor.array for tensor in saved.tensors]
     (_, heads, d), (_, kv_heads, e) = arrays[0].shape, arrays[2].shape
-    deal = Deal(heads, kv_heads, group)
+    deal = Deal(heads, kv_heads, group, shares=saved.heads)
     nbytes = max(sharding.rows) * (d + (d + e) * kv_heads // heads) * arrays[0].itemsize
     tokens, result = Tokens.of(sharding, group.rank), zeros(group, saved.shape, accumulator(saved.dtype), arrays[0])
     saved.slices = [UlyssesSlice(part, tokens, saved.local) for part in deal.slices(nbytes)]
@@ -198,12 +210,13 @@ def _usp_attention(
     causal: bool = False,
     scale: float | None = None,
     attention: Any = None,
+    shares: Any = None,
 ) -> tuple[Any, Kept]:
     """o = softmax(scale * q @ all keys.T) @ all values
 
     The tensors and `attention` are those of `ring_attention`. `ring` and `ulysses` are the axes of a mesh:
     Mesh(ring=..., ulysses=...). The ranks of one place in the ring exchange tokens for heads, and each head goes round
-    the ring.
+    the ring. `shares` are those of `ulysses_attention`, of the ranks of one place in the ring.
     Raises LayoutError, ShapeError or DtypeError on all ranks, or MismatchError if only other ranks refuse.
     """
 
@@ -216,12 +229,12 @@ def _usp_attention(
                 f"{around.size} and {across.size} ranks"
             )
         rank = around.rank * across.size + across.rank
-        return _check((q, k, v), sharding, rank, causal, scale, attention)
+        return _check((q, k, v), sharding, rank, across.size, causal, scale, attention, shares)
 
     comms, saved = enter_axes([("usp_attention, ulysses=", ulysses), ("usp_attention, ring=", ring)], check)
     saved.comms = across, around = comms
     dtype, (q, k, v) = saved.dtype, (tensor.array for tensor in saved.tensors)
-    deal = Deal(q.shape[1], k.shape[1], across)
+    deal = Deal(q.shape[1], k.shape[1], across, shares=saved.heads)
     rows = [len(sharding.indices(around.rank * across.size + rank)) for rank in range(across.size)]
     queries, keys = deal.queries, deal.keys
     full_q, full_k, full_v = ToHeads([(q, queries), (k, keys), (v, keys)], rows, dtype, across).whole()
@@ -244,7 +257,7 @@ def _usp_backward(saved: Kept, do: Any) -> Gradients:
     dq = zeros(across, tq.array.shape, wide, full_dq)
     dkv = zeros(across, (*tk.array.shape[:2], tk.array.shape[2] + tv.array.shape[2]), wide, dk)
     return_all(full_dq, Returns(rows, queries, dq, dtype, across))
-    sent = wide if deal.shares else dtype
+    sent = wide if deal.overlaps else dtype
     return_all(np.concatenate([dk, dv], 2), Returns(rows, keys, dkv, sent, across))
     return _give((dq, dkv[..., : tk.array.shape[2]], dkv[..., tk.array.shape[2] :]), saved)
 

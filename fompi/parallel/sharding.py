@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -18,6 +19,7 @@ from fompi.ops.operations import all_gather
 from fompi.parallel.arrays import Array, borrow_any, call, enter, lent
 from fompi.parallel.attention import check_documents
 from fompi.parallel.section import in_section
+from fompi.parallel.shares import dealt, in_proportion
 from fompi.tensors.dlpack import Tensor
 
 LAYOUTS = ("zigzag", "contiguous")
@@ -33,7 +35,8 @@ class Sharding:
       packed document of `cu_seqlens` (where documents begin, and the end) is dealt out by itself.
     - "contiguous": the r-th run of the tokens.
 
-    The ranks of one place in the ring share its tokens, as runs. All runs are as even as possible, for any length.
+    The ranks of one place in the ring share its tokens, as runs. All runs are as even as possible, for any length; or
+    `shares` are the tokens of each rank (`fompi.parallel.shares`). Of packed documents it has that part of each.
     """
 
     length: int
@@ -41,6 +44,7 @@ class Sharding:
     ulysses: int = 1
     layout: str = "zigzag"
     cu_seqlens: tuple[int, ...] | None = None
+    shares: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("length", 0), ("ring", 1), ("ulysses", 1)):
@@ -51,6 +55,8 @@ class Sharding:
         if self.layout not in LAYOUTS:
             raise LayoutError(f"Sharding: layout={quoted(self.layout, LAYOUTS)} must be one of {', '.join(LAYOUTS)}")
         object.__setattr__(self, "cu_seqlens", check_documents(self.cu_seqlens, self.length))
+        if self.shares is not None:
+            object.__setattr__(self, "shares", dealt(self.shares, "tokens", self.length, self.ranks))
 
     @property
     def ranks(self) -> int:
@@ -98,23 +104,26 @@ class Sharding:
 @lru_cache(maxsize=1024)
 def _indices(sharding: Sharding, rank: int) -> Array:
     ring_rank, ulysses_rank = divmod(rank, sharding.ulysses)
-    ring, parts = sharding.ring, []
-    if sharding.layout == "contiguous":
-        parts.append(_run(0, sharding.length, ring, ring_rank))
-    else:
-        ends = sharding.cu_seqlens or (0, sharding.length)
-        for begin, end in pairwise(ends):
-            parts += [_run(begin, end, 2 * ring, piece) for piece in (ring_rank, 2 * ring - 1 - ring_rank)]
+    shares, parts, count = sharding.shares or (), [], sharding.ulysses
+    places = [shares[i : i + count] for i in range(0, len(shares), count)]
+    is_zigzag = sharding.layout != "contiguous"
+    for begin, end in pairwise((is_zigzag and sharding.cu_seqlens) or (0, sharding.length)):
+        sizes = _dealt(end - begin, [*map(sum, places)], sharding.ring)
+        # both pieces of a zigzag are as far from the middle: so a token is as much work on all ranks
+        pieces = [*((n + 1) // 2 for n in sizes), *(n // 2 for n in reversed(sizes))] if is_zigzag else sizes
+        ends = offsets(pieces)
+        for piece in (ring_rank, len(pieces) - 1 - ring_rank)[: 1 + is_zigzag]:
+            parts.append(np.arange(begin + ends[piece], begin + ends[piece + 1]))
     tokens = np.concatenate(parts)
-    mine: Array = tokens[_run(0, len(tokens), sharding.ulysses, ulysses_rank)]
+    first = offsets(_dealt(len(tokens), places[ring_rank] if places else (), count))
+    mine: Array = tokens[first[ulysses_rank] : first[ulysses_rank + 1]]
     mine.flags.writeable = False
     return mine
 
 
-def _run(begin: int, end: int, pieces: int, piece: int) -> Array:
-    """The numbers of one of `pieces` runs of begin, ..., end - 1."""
-    first = offsets(split(end - begin, pieces))
-    return np.arange(begin + first[piece], begin + first[piece + 1])
+def _dealt(count: int, shares: Sequence[int], ranks: int) -> Sequence[int]:
+    """So many tokens by shares, or as evenly as possible."""
+    return [b - a for a, b in pairwise(in_proportion(count, shares))] if shares else split(count, ranks)
 
 
 def in_few_words(sharding: Sharding) -> str:
@@ -122,6 +131,7 @@ def in_few_words(sharding: Sharding) -> str:
     documents = "" if sharding.cu_seqlens is None else f", {len(sharding.cu_seqlens) - 1} documents"
     return (
         f"{sharding.length} tokens, ring={sharding.ring}, ulysses={sharding.ulysses}, {sharding.layout}{documents}"
+        + ("" if sharding.shares is None else f", shares={[*sharding.shares]}")
         + detail("cu_seqlens", sharding.cu_seqlens)
     )
 

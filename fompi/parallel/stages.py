@@ -127,10 +127,7 @@ def name_of(schedule: object) -> str:
 
 
 def plan_of(
-    problem: Any,
-    name: str,
-    kernels: tuple[UserKernel, ...],
-    writer: Callable[[int, Mapping[str, int]], StageWriter],
+    problem: Any, name: str, kernels: tuple[UserKernel, ...], writer: Callable[[int, Mapping[str, int]], StageWriter]
 ) -> Plan:
     """The plan whose programs `writer(rank, counts)` writes: twice, because the first time tells how many slots."""
 

@@ -73,8 +73,9 @@ class TrainingStep(PlannedStep):
     """losses = loss of all layers; parameters -= the update of the sum of their gradients over all micro-batches
 
     `mesh` are the sizes of the axes dp, tp and pp, whose product is that of `comm`: tp innermost, pp outermost. The
-    layers are dealt out to the stages as evenly as possible. Activations have the `shape` (rows of this rank,
-    features). `schedule` is as for `step_plan.plan`, `optimizer` an SGD or AdamW of `fompi.parallel.data`.
+    layers are dealt out to the stages as evenly as possible, or by `shares` to the places on pp. Activations have the
+    `shape` (rows of this rank, features). `schedule` is as for `step_plan.plan`, `optimizer` an SGD or AdamW of
+    `fompi.parallel.data`.
 
     `loss(y, target) -> (value, dy)` gets some rows of a micro-batch at a time; the values are added. A layer gets rows
     in the same way: a half of those of a rank of tp. A head has the loss.

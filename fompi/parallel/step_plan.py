@@ -33,9 +33,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from fompi.base.errors import LayoutError, PlanError
+from fompi.base.errors import ArgumentError, LayoutError, PlanError
 from fompi.base.layout import accumulator, integer, itemsize
 from fompi.parallel.actions import Action, Actions, Step, actions, parts, placement_in
+from fompi.parallel.shares import dealt
 from fompi.parallel.stages import Passed, StageWriter, name_of, plan_of, seconds_of
 from fompi.parallel.step_problem import KINDS, LayerForm, StepProblem
 from fompi.plans.plan import Chunk, Compute, Plan, Program, Recv, Send, UserKernel
@@ -59,9 +60,9 @@ def plan(
     microbatches: int,
     layers: Sequence[int | LayerForm],
     shape: tuple[int, int],
-    chunks: int = 1,
     dtype: str = "float32",
     seconds: Mapping[str, float | Sequence[float]] | None = None,
+    **stages: Any,
 ) -> Plan:
     """The plan of a step on the ranks of a mesh, such as {"dp": 2, "tp": 2, "pp": 2}: tp innermost, pp outermost.
 
@@ -69,11 +70,15 @@ def plan(
     (rows of a rank, features). `schedule` is as for `pipeline.actions`, with F and B; a forward and a backward side by
     side alternate, layer by layer. `seconds` maps "F", "B" and "U" to the seconds of the forward, of the backward and
     of the update of a layer, on a rank and for a micro-batch, for all layers or for each one: they are needed to
-    simulate it. Each of the three kernels of attention takes a third.
+    simulate it. Each of the three kernels of attention takes a third. A place on pp has `chunks` stages (1), and
+    as many layers as `shares` say (`fompi.parallel.shares`); the first and the last stage need one.
     Raises PlanError for wrong actions, and LayoutError for sizes that do not fit.
     """
     if unknown := {*mesh} - {"dp", "tp", "pp"}:
         raise LayoutError(f"mesh={mesh!r} has the axis {min(unknown)!r}: a step has dp, tp and pp")
+    chunks, shares = stages.pop("chunks", 1), stages.pop("shares", None)
+    if stages:
+        raise ArgumentError(f"a step has no argument {min(stages)!r}")
     axes = dp, tp, pp = tuple(mesh.get(name, 1) for name in ("dp", "tp", "pp"))
     if any((integer(n) or 0) < 1 for n in (*axes, *shape, chunks)):
         raise LayoutError(f"mesh={mesh!r}, shape={shape!r}, chunks={chunks!r}: they must be integers >= 1")
@@ -82,8 +87,11 @@ def plan(
     listed = actions(schedule, pp, microbatches, chunks)
     if {action.kind for steps in listed for action in parts(steps)} - {"F", "B"}:
         raise PlanError("a step needs whole backwards: take actions F and B, such as those of 1f1b or interleaved")
-    form = forms, tuple(map(int, shape)), chunks, placement_in(listed, chunks)
+    counts = () if shares is None else dealt(shares, "layers", len(forms), pp)
+    form = forms, tuple(map(int, shape)), chunks, placement_in(listed, chunks), counts
     problem = StepProblem("training step", dp * tp * pp, dtype, axes, microbatches, *form)  # type: ignore[arg-type]
+    if not (problem.layers_of(0) and problem.layers_of(problem.stages - 1)):
+        raise PlanError(f"shares={[*counts]} of layers: the first and the last of {problem.stages} stages need one")
     kernels = tuple(UserKernel(name, _seconds(name, seconds or {}, problem)) for name in KERNELS)
 
     return plan_of(problem, name_of(schedule), kernels, partial(_StepWriter, problem, listed))

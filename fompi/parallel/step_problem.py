@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from fompi.base.errors import PlanError
-from fompi.base.layout import offsets, split
+from fompi.base.layout import split
 from fompi.model.pipeline import rank_of, stages_of
 from fompi.plans.kernels import Value, opaque, total
 from fompi.plans.plan import Program, Workspace
@@ -68,6 +68,7 @@ class StepProblem(OwnProblem):
     shape: tuple[int, int]
     chunks: int = 1
     placement: str = "loop"
+    dealt: tuple[int, ...] = ()  # how many layers each place on pp has. Empty: as many as others
 
     @property
     def stages(self) -> int:
@@ -83,8 +84,11 @@ class StepProblem(OwnProblem):
         return (p * dp + d) * tp + t
 
     def layers_of(self, stage: int) -> range:
-        ends = offsets(split(len(self.layers), self.stages))
-        return range(ends[stage], ends[stage + 1])
+        counts = split(len(self.layers), self.stages)
+        if self.dealt:
+            places = [self.rank_of(each) for each in range(self.stages)]
+            counts = tuple(split(self.dealt[p], self.chunks)[places[:s].count(p)] for s, p in enumerate(places))
+        return range(sum(counts[:stage]), sum(counts[: stage + 1]))
 
     def rank_of(self, stage: int) -> int:
         """The place on pp that has a stage."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,8 @@ class Gradients(Summed):
         self._is_split = most_terms > 1
         operation: Any = reduce_scatter if self._zero else all_reduce
         options: dict[str, Any] = {"op": op}
+        if self._zero:
+            options["counts"] = [b - a for a, b in pairwise(self.bucket.edges)]
         if self._shard is not None:
             options["out"] = tensor_of(self._shard, self.bucket.wide)
         if self._zero < 2 and not self._is_split:

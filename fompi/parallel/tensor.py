@@ -41,7 +41,7 @@ from fompi.parallel.arrays import (
 )
 from fompi.parallel.attention import Rule, check_documents
 from fompi.parallel.differentiable import Differentiable, Gradients
-from fompi.parallel.heads import heads_of
+from fompi.parallel.heads import heads_of, held_heads
 from fompi.parallel.linear import column_parallel_linear, row_parallel_linear
 from fompi.parallel.local import LocalAttention, check_kernel
 from fompi.parallel.norm import all_reduce_rmsnorm
@@ -68,6 +68,7 @@ def _attention(
     cu_seqlens: Any = None,
     query_split: bool = True,
     attention: Any = None,
+    shares: Any = None,
 ) -> tuple[Any, Kept]:
     """q, k, v = all_gather(x) @ wq, wk, wv; y = reduce_scatter(softmax(scale * q @ k.T) @ v @ wo)
 
@@ -80,14 +81,15 @@ def _attention(
     last. A result leaves for its rank while the next one is computed (CommFuse, arXiv 2604.24013). The gradients of a
     key/value head that several ranks hold are summed over them. `attention`: the kernel of a rank, (q, k, v, mask) ->
     (o, lse) (`fompi.parallel.local`); dimensions of a batch are heads there. With a wire the sums over
-    those who hold a head travel as they are.
+    those who hold a head travel as they are. `shares`: how many heads each rank has (`fompi.parallel.shares`).
     Raises LayoutError, ShapeError or DtypeError on all ranks, or MismatchError if only other ranks refuse.
     """
 
     def check(comm: Communicator) -> tuple[str, int, Kept]:
         tx = borrow(x, "x")
         weights = tuple(borrow(w, name, tx, 2) for w, name in ((wq, "wq"), (wk, "wk"), (wv, "wv"), (wo, "wo")))
-        mine, keys = heads_of(comm.rank, comm.size, heads, kv_heads)
+        held = held_heads(comm.size, heads, kv_heads, shares)
+        mine, keys = held[comm.rank]
         d = weights[0].array.shape[1] // max(len(mine), 1)
         if tx.array.ndim < 2:
             raise ShapeError(f"x has the shape {tx.array.shape}: it must be (rows, ..., features)")
@@ -103,18 +105,19 @@ def _attention(
         rule = Rule(causal, scale, check_documents(cu_seqlens, None))
         text = f"{tx.dtype}, x (rows, {tx.array.shape[1:]}), n={out}, {heads=}, {kv_heads=}, {causal=}, {scale=}, "
         text += f"{query_split=}, cu_seqlens={rule.cu_seqlens}"
-        text += f", {d} numbers a head" if heads >= comm.size else ""
+        text += f", {d} numbers a head" if all(own for own, _ in held) else ""
+        text += "" if shares is None else f", shares={[len(own) for own, _ in held]}"
         local = LocalAttention(rule, tx.dtype, tx, attention)
-        saved = Kept(tx, weights=weights, heads=heads, kv_heads=kv_heads, head_dim=d, local=local)
+        saved = Kept(tx, weights=weights, kv_heads=kv_heads, head_dim=d, local=local, held=held)
         return text, len(tx.array), saved
 
     group, saved, counts = enter("attention", comm, check)
-    if heads < group.size:  # a rank without heads does not know how long they are
+    if not all(own for own, _ in saved.held):  # a rank without heads does not know how long they are
         saved.head_dim = max(enter("attention: the length of a head", group, lambda _: ("", saved.head_dim, None))[2])
     tx, weights, local, d = saved.x, saved.weights, saved.local, saved.head_dim
     if local.rule.cu_seqlens is not None:
         check_documents(local.rule.cu_seqlens, sum(counts))
-    dtype, (mine, keys) = tx.dtype, heads_of(group.rank, group.size, heads, kv_heads)
+    dtype, (mine, keys) = tx.dtype, saved.held[group.rank]
     total, between, batch = sum(counts), tx.array.shape[1:-1], prod(tx.array.shape[1:-1])
     arrays = [w.array for w in weights]
     _, projected = call(ops.all_gather_matmul_many, tx.array, arrays[:3], dtype=dtype, comm=group)
@@ -212,10 +215,10 @@ def _projections(saved: Kept) -> Array:
 
 def _weight_gradients(saved: Kept, dw: Array) -> Gradients:
     """The gradients of wq, wk and wv, which `dw` has side by side. Shared heads are summed over their holders."""
-    size, d, dtype = saved.comm.size, saved.head_dim, saved.dtype
+    d, dtype = saved.head_dim, saved.dtype
     ends = list(accumulate(w.array.shape[1] for w in saved.weights[:3]))
     dwq, dwk, dwv = np.split(dw, ends[:2], 1)
-    held = [heads_of(rank, size, saved.heads, saved.kv_heads)[1] for rank in range(size)]
+    held = [keys for _, keys in saved.held]
     shared = [head for head in range(saved.kv_heads) if sum(head in keys for keys in held) > 1]
     if shared:
         keys, n = held[saved.comm.rank], len(dw)

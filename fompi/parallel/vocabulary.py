@@ -37,12 +37,7 @@ from fompi.tensors.dlpack import Tensor
 
 
 def _vocab_parallel_embedding(
-    tokens: Any,
-    table: Any,
-    *,
-    comm: Any = None,
-    sequence_parallel: bool = True,
-    counts: Sequence[int] | None = None,
+    tokens: Any, table: Any, *, comm: Any = None, sequence_parallel: bool = True, counts: Sequence[int] | None = None
 ) -> tuple[Any, Kept]:
     """y = reduce_scatter(all rows of the table [tokens], counts)
 
@@ -127,12 +122,7 @@ def _check_vocabulary(what: str, numbers: Array, total: int, comm: Communicator)
 
 
 def _vocab_parallel_cross_entropy(
-    logits: Any,
-    targets: Any,
-    *,
-    comm: Any = None,
-    label_smoothing: float = 0.0,
-    ignore_index: int = -100,
+    logits: Any, targets: Any, *, comm: Any = None, label_smoothing: float = 0.0, ignore_index: int = -100
 ) -> tuple[Any, Kept]:
     """losses = -log(softmax(all logits of a row))[target], for each row; 0 where target == ignore_index
 
@@ -213,16 +203,8 @@ def _cross_entropy_backward(saved: Kept, dlosses: Any) -> Gradients:
 
 
 vocab_parallel_embedding = Differentiable(
-    _vocab_parallel_embedding,
-    _embedding_backward,
-    tensors=("table",),
-    inputs=0,
-    takes=("wire", "order"),
+    _vocab_parallel_embedding, _embedding_backward, tensors=("table",), inputs=0, takes=("wire", "order")
 )
 vocab_parallel_cross_entropy = Differentiable(
-    _vocab_parallel_cross_entropy,
-    _cross_entropy_backward,
-    tensors=("logits",),
-    inputs=1,
-    takes=("order",),
+    _vocab_parallel_cross_entropy, _cross_entropy_backward, tensors=("logits",), inputs=1, takes=("order",)
 )

@@ -20,24 +20,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
+from typing import Any
 
 from fompi.base import tables
+from fompi.base.doors import DOORS
 from fompi.base.errors import LayoutError, quoted
 from fompi.base.layout import cut, integer, itemsize
 from fompi.model.machine import Machine
 from fompi.planner.demands import MIB, Demands
 from fompi.planner.layers import Transformer
 from fompi.planner.layout import MOST_RANKS, UNITS, USABLE, model_of
-from fompi.planner.shares import (
-    Counts,
-    Phase,
-    Ring,
-    cut_by_slowest,
-    cut_layers,
-    deal,
-    deal_in_memory,
-    deal_in_rounds,
-)
+from fompi.planner.shares import Counts, Phase, Ring, cut_by_slowest, cut_layers, deal, deal_in_memory, deal_in_rounds
 from fompi.traces.timeline import timelines
 from fompi.traces.trace import Event, Trace
 
@@ -212,7 +206,7 @@ class Balance:
 
 
 def balance(
-    machine: Machine | str,
+    machine: Any,
     model: str | Transformer,
     ranks: int | None = None,
     *,
@@ -226,15 +220,20 @@ def balance(
         print(fompi.balance("laptops.json", "llama-1b"))
 
     `machine` is a Machine, the name of a preset or the path of a file: `speeds`, `memories` and `disk_rates` say how
-    ranks differ. `model` is a name in `fompi.planner.layers.MODELS`, or a `Transformer`. `ranks` is their number
-    (without it as many as these lists have). `task`: "decode" (a token of each of `batch` sequences, 1), "prefill"
-    (all tokens of them) or "train" (a step of `batch` sequences, 32, with AdamW and the ZeRO stage `zero`). `dtype` is
-    that of weights and activations.
+    ranks differ. Or it is a communicator, whose ranks measure it now, for some seconds: collective, with the same
+    result on all of them. `model` is a name in `fompi.planner.layers.MODELS`, or a `Transformer`. `ranks` is their
+    number (without it as many as these lists have). `task`: "decode" (a token of each of `batch` sequences, 1),
+    "prefill" (all tokens of them) or "train" (a step of `batch` sequences, 32, with AdamW and the ZeRO stage `zero`).
+    `dtype` is that of weights and activations.
 
     Raises LayoutError for numbers out of range, and if the model does not fit into the memory of the ranks. Raises
     PackageError if memory decides, and SciPy is missing.
     """
-    machine, (name, sizes) = Machine.of(machine), model_of(model)
+    if isinstance(machine, (Machine, str, Path)):
+        machine = Machine.of(machine)
+    else:  # then all ranks have the same arguments, and the same errors
+        machine = DOORS.machine(machine, f"balance({model!r}, {ranks=}, {task=}, {batch=}, {dtype=}, {zero=})")
+    name, sizes = model_of(model)
     ranks = max(map(len, (machine.speeds, machine.memories))) if ranks is None else ranks
     if ranks == 0 and not (machine.speeds or machine.memories):
         raise LayoutError(f"{machine.name} does not say how many ranks it has (`speeds`, `memories`): give `ranks`")

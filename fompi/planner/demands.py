@@ -45,14 +45,8 @@ class Demands:
     """
 
     def __init__(self, model: Transformer, machine: Machine, ranks: int, task: str, batch: int, item: int, zero: int):
-        self.model, self.machine, self.ranks, self.batch, self.item, self.zero = (
-            model,
-            machine,
-            ranks,
-            batch,
-            item,
-            zero,
-        )
+        self.model, self.machine, self.ranks, self.batch = model, machine, ranks, batch
+        self.item, self.zero = item, zero
         self.trains, self.decodes = task == "train", task == "decode"
         self.steps = batch if self.trains else 1
         self.rows = batch // self.steps * (1 if self.decodes else model.sequence)
@@ -155,10 +149,8 @@ class Demands:
     def output(self) -> dict[str, UnitCost]:
         """Rows of the vocabulary: of the embedding, and of the output layer."""
         model, scores = self.model, (6 if self.trains else self.item) * self.sampled
-        moved, stored = (
-            self.item * model.hidden + scores,
-            self.weight * model.hidden * (1 if model.tied else 2) + scores,
-        )
+        moved = self.item * model.hidden + scores
+        stored = self.weight * model.hidden * (1 if model.tied else 2) + scores
         return {"vocabulary": UnitCost(model.vocabulary, 2.0 * self.sampled * model.hidden, moved, stored)}
 
     def data(self, ranks: Sequence[int]) -> list[Phase]:

@@ -9,8 +9,10 @@ memory of a rank are left out.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from math import gcd, inf
+from statistics import fmean
 
 from fompi.base import tables
 from fompi.base.errors import LayoutError, quoted
@@ -85,7 +87,8 @@ def layouts(
     `model` is a name in `fompi.planner.layers.MODELS`, or a `Transformer` with sizes of your own. `batch` are the
     sequences of a step (without it 4 Mi tokens). `fixed` are parts of a layout that are given: dp, tp, pp, ep, cp,
     microbatch, schedule, chunks, zero, recompute. The others are chosen. `wire` is the form in which messages carry
-    elements (`fompi.base.wires`). `fompi/planner/step.py` says what is counted.
+    elements (`fompi.base.wires`). `fompi/planner/step.py` says what is counted. Where ranks are unequal (`speeds`,
+    `memories`) there are layouts with equal shares, for which the slowest rank counts, and with shares that fit.
 
     Raises LayoutError for numbers out of range, if no layout is possible, and if none fits into the memory: then it
     names the one that comes nearest, and what it needs.
@@ -99,30 +102,43 @@ def layouts(
     if not 1 <= (integer(batch) or 0) <= MOST_RANKS:
         raise LayoutError(f"batch={batch!r} must be a number of sequences from 1 to {MOST_RANKS}")
     _check_fixed(fixed)
-    step = StepParts(sizes, machine, ranks, batch, wire)
     best: dict[tuple[int, ...], Predicted] = {}
     nearest: tuple[float, StepLayout] = inf, StepLayout()
     tried = left_out = 0
-    for leaner_and_leaner in _candidates(sizes, ranks, batch, fixed):
+    machines = [*_by_shares(machine, ranks, sizes.sequence)]
+    steps = [(shares, StepParts(sizes, each, ranks, batch, wire)) for shares, each in machines]
+    for (shares, step), leaner_and_leaner in product(steps, _candidates(sizes, ranks, batch, fixed)):
         for layout in leaner_and_leaner:
             memory = step.memory(layout)
-            if memory.total > USABLE * machine.memory:
+            if memory.total > USABLE * step.machine.memory:
                 left_out += 1
                 nearest = min(nearest, (memory.total, layout))
                 continue
-            made, tried = step.predicted(layout, memory), tried + 1
+            made, tried = replace(step.predicted(layout, memory), shares=shares), tried + 1
             if made.seconds < best.setdefault(layout.sizes, made).seconds:
                 best[layout.sizes] = made
             if layout.zero <= 1:
                 break  # what follows needs less memory and takes longer
     if not tried:
-        raise _refusal(name, sizes, ranks, batch, machine, fixed, nearest)
+        raise _refusal(name, sizes, ranks, batch, machines[-1][1], fixed, nearest)
     listed = sorted(best.values(), key=_order)
     tokens = batch * sizes.sequence
     title = f"{name} on {ranks} rank{'s' * (ranks > 1)} of {machine.name}, {batch} sequences of {sizes.sequence} tokens"
     title += f", {tokens / 1e6:.1f} million tokens a step" + (f", messages in {wire}" if wire else "")
     unknown = f"; warning: {machine.name} does not say how much memory a rank has (`memory`), so all of them fit"
-    return Layouts(title, tuple(listed[:top]), tried, left_out, unknown * (machine.memory >= NO_LIMIT))
+    return Layouts(title, tuple(listed[:top]), tried, left_out, unknown * (machines[-1][1].memory >= NO_LIMIT))
+
+
+def _by_shares(machine: Machine, ranks: int, rows: int) -> Iterator[tuple[str, Machine]]:
+    """A rank as it counts by equal shares, and by shares of speed and memory. Only one where ranks are equal."""
+    everyone = range(ranks if machine.speeds or machine.memories else 1)
+    speeds, memories = [1 / machine.slowness(r, rows) for r in everyone], [*map(machine.memory_of, everyone)]
+    for name, of in (("equal shares", min), ("shares by speed", fmean)):
+        flops, moved = (rate * of(speeds) for rate in (machine.flops_rate, machine.memory_rate))
+        each = replace(machine, flops_rate=flops, memory_rate=moved, memory=of(memories), speeds=(), memories=())
+        if len({*zip(speeds, memories, strict=True)}) == 1:
+            return (yield "", each)
+        yield name, each
 
 
 def _order(made: Predicted) -> tuple[float, int, int, int]:

@@ -132,6 +132,7 @@ class Predicted:
     tokens_rate: float
     flops_rate: float
     mfu: float
+    shares: str = ""  # of unequal ranks
 
     @property
     def seconds(self) -> float:
@@ -142,7 +143,8 @@ class Predicted:
         times = (self.seconds, self.compute, self.bubble, *(self.exposed[axis] for axis in AXES))
         rates = f"{self.flops_rate / 1e12:.3g}", f"{self.mfu:.1%}", f"{self.tokens_rate:,.0f}"
         memory = f"{self.memory.total / 1e9:.1f}"
-        return (str(self.layout), *(f"{t / unit:.1f}" for t in times), memory, *rates, self.layout.how)
+        how = ", ".join(filter(None, (self.layout.how, self.shares)))
+        return (str(self.layout), *(f"{t / unit:.1f}" for t in times), memory, *rates, how)
 
 
 # -------------------------------------------------------------------------------------------------- the parts of a step

@@ -76,15 +76,24 @@ class Canonical:
     of fused multiply-adds in the order of the contraction, whatever rows and columns a call has. Where k is not the
     number of ranks times 2**i, a rank has several subtrees, and each of them travels. The list may also have the sums
     of these (`subtrees`), if the caller has added the leaves as they came.
+
+    `shares`: how many leaves each rank has, if they are not as even as possible: Canonical(8, (4, 2, 2)). The bits are
+    the same.
     """
 
     leaves: int
+    shares: tuple[int, ...] = ()
     name: str = field(init=False, repr=False, compare=False)  # kept: torch.compile makes no text of an integer
 
     def __post_init__(self) -> None:
         if isinstance(self.leaves, bool) or not isinstance(self.leaves, int) or self.leaves < 1:
             raise PlanError(f"Canonical({self.leaves!r}): the number of leaves must be an integer > 0")
-        object.__setattr__(self, "name", f"canonical({self.leaves})")
+        if self.shares and (min(self.shares) < 1 or sum(self.shares) != self.leaves):
+            raise PlanError(
+                f"Canonical({self.leaves}, {self.shares}): each rank needs a leaf, and all are {self.leaves}"
+            )
+        dealt = f":{','.join(map(str, self.shares))}" if self.shares else ""
+        object.__setattr__(self, "name", f"canonical({self.leaves}{dealt})")
 
     def __str__(self) -> str:
         return self.name
@@ -92,14 +101,16 @@ class Canonical:
     @classmethod
     def of(cls, order: str) -> Canonical | None:
         """The order with this name. None: it is another one."""
-        found = re.fullmatch(r"canonical\((\d{1,9})\)", order)
-        return None if found is None else cls(int(found[1]))
+        found = re.fullmatch(r"canonical\((\d{1,9})(?::([\d,]+))?\)", order)
+        return None if found is None else cls(int(found[1]), tuple(int(n) for n in (found[2] or "").split(",") if n))
 
     def counts(self, size: int) -> tuple[int, ...]:
         """How many leaves each of `size` ranks has. Raises PlanError if one has none."""
         if size > self.leaves:
             raise PlanError(f"order={self}: {size} ranks need as many leaves at least")
-        return split(self.leaves, size)
+        if self.shares and len(self.shares) != size:
+            raise PlanError(f"order={self}: there are leaves for {len(self.shares)} ranks, not for {size}")
+        return self.shares or split(self.leaves, size)
 
     def subtrees(self, size: int) -> tuple[tuple[int, ...], ...]:
         """The leaves of each rank as few nodes of the tree, for each of `size` ranks."""

@@ -41,6 +41,7 @@ def text(report: Mapping[str, Any]) -> str:
     label = _labels(operations)
     lines += [_totals(report), *(_steps(report) or _communicators(report))]
     lines.append(f"verdict: {' '.join(filter(None, _verdict(report)))}")
+    lines += shares_line(report)
     by_exposed = sorted(operations, key=lambda o: -_total(o, "exposed"))
     for number, o in enumerate((o for o in by_exposed[:MOST_REASONS] if (_why(o))), 1):
         lines.append(f"exposed {number}: {_duration(_total(o, 'exposed'))} in {label(o)}: {_why(o)}")
@@ -88,7 +89,7 @@ def short_text(report: Mapping[str, Any]) -> str:
 def full_text(report: Mapping[str, Any]) -> str:
     """One block for each operation, with one line for each rank, and what the rank waited for."""
     lines = _head(report)
-    lines += _steps(report) if _records(report) else []
+    lines += [*_steps(report), *shares_line(report)] if _records(report) else []
     label = _labels([o for rank in report["ranks"] for o in rank["operations"]])
     for ranks in by_operation(report):
         first = ranks[0]
@@ -110,6 +111,25 @@ def full_text(report: Mapping[str, Any]) -> str:
         if first.get("not_overlapped"):
             lines.append(f"  not overlapped: {first['not_overlapped']}")
     return "\n".join(lines)
+
+
+def shares_line(report: Mapping[str, Any]) -> list[str]:
+    """What other shares would gain, where products take unequal times: ranks together have the sum of their rates."""
+    busy = []  # of each rank the seconds of its products, and their operations
+    for rank in report["ranks"]:
+        known = [o for o in rank["operations"] if o["flops"]]
+        seconds, flops = (sum(_total(o, name) for o in known) for name in ("kernels", "flops"))
+        busy += [(seconds, flops, rank["rank"])] if seconds and flops else []
+    most, _, slowest = max(busy, default=(0.0, 0.0, 0))
+    best = sum(flops for _, flops, _ in busy) / sum(flops / seconds for seconds, flops, _ in busy) if busy else 0.0
+    if most < LEAST_BUSY or most < GAIN * best or len(report["ranks"]) < report["size"]:
+        return []
+    took = f"shares: products took {_duration(most)} on rank {slowest}. With shares that fit all would need"
+    return [f"{took} {_duration(best)}, {most / best:.2f} times as fast: fompi.balance(comm, sizes), and rebalance"]
+
+
+GAIN, LEAST_BUSY = 1.15, 0.02
+"""Other shares are worth a line if they are faster by this factor, and products took so many seconds."""
 
 
 def overlap_warnings(report: Mapping[str, Any]) -> list[str]:

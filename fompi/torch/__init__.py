@@ -44,7 +44,8 @@ def __getattr__(name: str) -> Any:
         return import_module("fompi.torch.data_parallel").DistributedDataParallel
     if name == "ZeroDataParallel":
         return import_module("fompi.torch.zero").ZeroDataParallel
-    if name in ("ColwiseParallel", "RowwiseParallel", "PrepareModuleInput", "install", "uninstall", "fused_calls"):
+    styles = "ColwiseParallel", "RowwiseParallel", "PrepareModuleInput"
+    if name in (*styles, "install", "uninstall", "fused_calls", "by_tp_plan"):
         return getattr(import_module("fompi.torch.parallel"), name)
     if name == "overlap":
         return import_module("fompi.torch.fully_sharded").overlap

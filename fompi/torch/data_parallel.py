@@ -30,11 +30,12 @@ from fompi.base.call_options import in_words as keywords_in_words
 from fompi.base.errors import FompiError, LayoutError, MismatchError, PeerError, StateError, TensorError, in_words
 from fompi.base.layout import offsets
 from fompi.engine.communicator import Communicator
-from fompi.engine.handshake import Agreement, begin_agreement
+from fompi.engine.handshake import Agreement, agree, begin_agreement
 from fompi.ops.operations import all_reduce, broadcast
 from fompi.parallel.arrays import carrying
 from fompi.parallel.buckets import Buckets, cut
 from fompi.parallel.repeated import repeated
+from fompi.parallel.shares import DataShares
 from fompi.parallel.sums import Summed, Sums, feedback_of, summing
 from fompi.plans.problems import order_of
 from fompi.tensors import dlpack
@@ -52,6 +53,8 @@ class GradientBucket(Summed):
     Gradients of a half type are also added up in float32, in `wide`. autograd adds them to p.grad, which rounds each
     sum. As long as nobody else writes p.grad, the sum in float32 replaces it when the bucket leaves.
     """
+
+    factor = 1.0  # what the gradients of this rank are multiplied by: ranks may have unequal rows
 
     def __init__(self, parameters: dict[str, torch.nn.Parameter], comm: Communicator, used: torch.Tensor | None):
         self.names, self.parameters = [*parameters], [*parameters.values()]
@@ -132,6 +135,8 @@ class GradientBucket(Summed):
             self.take(i)
         if self.has_moved:
             self.own.copy_(self.flat)
+        if self.factor != 1.0:  # `used` stays as it is
+            self.own[: self.parts[-1].stop].mul_(self.factor)
         if self.feedback is not None:
             self.feedback.give_back(dlpack.borrow(self.own).array, self.dtype)
         return self.own
@@ -173,6 +178,10 @@ class DistributedDataParallel(Wrapper):
     `fompi.base.wires`); with feedback, what messages of this rank have lost is added to its next gradients;
     order="ranks" adds those of the ranks in a tree (`fompi.plans.tree`).
 
+    shares: how many rows each rank has in a step, if not all have as many: what `fompi.balance(..., task="train")`
+    returns, or a number for each rank. The loss of a rank is the mean over its own rows, and the gradient is that of
+    the mean over all rows. A rank may have none.
+
     A parameter that some rank does not use in a backward has a zero gradient there. One that no rank uses keeps
     `grad=None`. The same parameters need not be used in every step, and nobody announces them. Gradients of half
     types are added up in float32, over micro-batches and over the ranks, and rounded once each time.
@@ -197,15 +206,18 @@ class DistributedDataParallel(Wrapper):
         *,
         bucket_nbytes: int | Buckets = 25 << 20,
         broadcast_buffers: bool = True,
+        shares: Any = None,
         **how: Any,
     ):
         super().__init__()
         self.module, self.broadcast_buffers = module, broadcast_buffers
         group, refusal, counts = Communicator.of(comm).plain, None, list[int]()
+        self.shares = DataShares()
         try:
             check_module(module)
             self._known = Parameters(module)
             parameters = self._known.named.values()
+            self.shares = DataShares.of(shares, group.size)
             dtypes = [str(p.dtype).removeprefix("torch.") for p in parameters]
             how = dict(carrying("DistributedDataParallel", comm, how, dtypes).how)
             counts = cut([p.numel() * p.element_size() for p in parameters], dtypes, bucket_nbytes)
@@ -215,7 +227,7 @@ class DistributedDataParallel(Wrapper):
                 raise LayoutError(f"order={order} {why}")
         except Exception as error:
             refusal = error
-        words = f"DistributedDataParallel({bucket_nbytes=}, {broadcast_buffers=}{keywords_in_words(how)}"
+        words = f"DistributedDataParallel({bucket_nbytes=}, {broadcast_buffers=}{keywords_in_words(how)}{self.shares}"
         enter(module, group, words, refusal)
         self.comm = group.split(0, group.rank, f"{group.name}/gradients")  # its calls have an order of their own
         copy_from_rank_0([*module.parameters(), *module.buffers()], self.comm)
@@ -239,6 +251,7 @@ class DistributedDataParallel(Wrapper):
         self._versions: int | None = None  # of all parameters, at the last forward. None after an error: count anew
         self._is_looked_at = True  # nothing can have changed since the last backward
         for bucket in self._buckets:
+            bucket.factor = self.shares.factor(group.rank)
             for i, parameter in enumerate(bucket.parameters):
                 bucket.listen(i, parameter, self._hook(bucket, i))
 
@@ -269,6 +282,18 @@ class DistributedDataParallel(Wrapper):
             yield
         finally:
             self._is_syncing = outer
+
+    def rebalance(self, shares: Any) -> None:
+        """Other shares of rows from the next backward on. Collective. Wrong ones are refused on all ranks."""
+        found, refusal = self.shares, None
+        try:
+            found = DataShares.of(shares, self.comm.size)
+        except LayoutError as error:
+            refusal = error
+        agree(self.comm, f"rebalance{found}", refusal)
+        self.shares = found
+        for bucket in self._buckets:
+            bucket.factor = found.factor(self.comm.rank)
 
     def close(self) -> None:
         """Free the communicator of the gradients. Collective. The module stays."""

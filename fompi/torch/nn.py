@@ -15,6 +15,10 @@ ranks are a MismatchError.
 Gradients are those of the sum of the losses of all ranks. A parameter of these modules that several ranks hold gets the
 sum over its holders.
 
+`shares=` says how much each rank gets, if ranks are not equally fast: what `fompi.balance` returns, or a number for
+each rank (`fompi.parallel.shares`). A rank may get nothing. Without it all get as much, as evenly as possible. The full
+model does not depend on it.
+
 What a module sends has the keywords that its communicator carries (`Communicator.using`), or that the module is given:
 
     up = fompi.torch.nn.ColumnParallelLinear(256, 1024, comm=tp, order="ranks")     # comm=tp.using(order="ranks")
@@ -36,7 +40,7 @@ import torch.nn.functional as F
 from torch.nn import init
 
 from fompi.base.errors import LayoutError, PlanError, ShapeError
-from fompi.base.layout import offsets, split
+from fompi.base.layout import offsets
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_reduce
 from fompi.parallel import expert, tensor
@@ -44,31 +48,16 @@ from fompi.parallel.activations import check_activation
 from fompi.parallel.arrays import leaves_of, order_on, same_bits
 from fompi.parallel.attention import check_heads
 from fompi.parallel.choices import check_choice
+from fompi.parallel.heads import held_heads
 from fompi.plans.tree import Canonical, folded
-from fompi.torch.checkpoint import clip_grad_norm_, full_state_dict, load_full_state_dict, replicated
-from fompi.torch.sharded import (
-    PartLayout,
-    Sharded,
-    enter_module,
-    fill_linear,
-    runs_of,
-)
+from fompi.torch.checkpoint import clip_grad_norm_, full_state_dict, load_full_state_dict, rebalance, replicated
+from fompi.torch.sharded import PartLayout, Sharded, enter_module, fill_linear, runs_of
 
 __all__ = [
-    "AllReduceRMSNorm",
-    "ColumnParallelLinear",
-    "LayerNorm",
-    "MoE",
-    "ParallelAttention",
-    "RMSNorm",
-    "RowParallelLinear",
-    "VocabParallelEmbedding",
-    "clip_grad_norm_",
-    "full_state_dict",
-    "load_full_state_dict",
-    "replicated",
-    "sum_gradients",
-]
+    "AllReduceRMSNorm", "ColumnParallelLinear", "LayerNorm", "MoE", "ParallelAttention", "RMSNorm",
+    "RowParallelLinear", "VocabParallelEmbedding", "clip_grad_norm_", "full_state_dict", "load_full_state_dict",
+    "rebalance", "replicated", "sum_gradients",
+]  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------- linear layers
 
@@ -77,7 +66,7 @@ class ColumnParallelLinear(Sharded):
     """y = activation(all_gather(x) @ weight.T + bias)
 
     x: (rows of this rank, ..., in_features), Shard(0). y: (all rows, ..., out_features of this rank), Shard(-1). The
-    out_features are dealt out as evenly as possible. With `sequence_parallel=False` x is (all rows, ..., in_features),
+    out_features are dealt out by `shares` (columns). With `sequence_parallel=False` x is (all rows, ..., in_features),
     and its gradient is the term of this rank (`fompi.parallel.tensor.column_parallel_linear`).
 
     weight: (out_features of this rank, in_features), bias: (out_features of this rank,). The full ones are those of
@@ -102,11 +91,12 @@ class ColumnParallelLinear(Sharded):
         def check(_: Communicator) -> None:
             check_activation(activation, out_features, "w")
 
-        super().__init__(*enter_module("ColumnParallelLinear", comm, sizes, options, how, check))
+        halves = 2 if activation == "swiglu" else 1
+        deals = "columns", out_features, halves
+        super().__init__(*enter_module("ColumnParallelLinear", comm, sizes, options, how, check, deals))
         self.in_features, self.out_features, self.activation = in_features, out_features, activation
         self.sequence_parallel = sequence_parallel
-        halves = 2 if activation == "swiglu" else 1
-        runs = runs_of(split(out_features // halves, self.comm.size), halves)
+        runs = runs_of(self.counts, halves)
         full = PartLayout((out_features, in_features), 0, runs)
         _draw_linear(self, full, PartLayout((out_features,), 0, runs), bias)
 
@@ -119,7 +109,7 @@ class RowParallelLinear(Sharded):
     """y = reduce_scatter(x @ weight.T, counts) + bias
 
     x: (all rows, ..., in_features of this rank), Shard(-1). y: (rows of this rank, ..., out_features), Shard(0). The
-    in_features are dealt out as evenly as possible, as the out_features of `ColumnParallelLinear`. `counts` is the
+    in_features are dealt out by `shares` (columns), as the out_features of `ColumnParallelLinear`. `counts` is the
     number of rows that each rank keeps, by default as even as possible. With `sequence_parallel=False` y has all rows.
     With `reduce=False` y is the term of this rank, without a message, for `AllReduceRMSNorm`. There is no bias then.
 
@@ -148,11 +138,12 @@ class RowParallelLinear(Sharded):
 
         sizes = {"in_features": in_features, "out_features": out_features}
         options = {"bias": bool(bias), "sequence_parallel": sequence_parallel} | ({} if reduce else {"reduce": False})
-        super().__init__(*enter_module("RowParallelLinear", comm, sizes, options, how, check))
+        deals = "columns", in_features, 1
+        super().__init__(*enter_module("RowParallelLinear", comm, sizes, options, how, check, deals))
         self.reduce = bool(reduce)
         self.in_features, self.out_features = in_features, out_features
         self.sequence_parallel = sequence_parallel
-        runs = runs_of(split(in_features, self.comm.size))
+        runs = runs_of(self.counts)
         _draw_linear(self, PartLayout((out_features, in_features), 1, runs), PartLayout((out_features,)), bias)
 
     def forward(self, x: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
@@ -263,15 +254,7 @@ class LayerNorm(_Norm):
     of the rows of all ranks, of as many rows each.
     """
 
-    def __init__(
-        self,
-        features: int,
-        eps: float = 1e-5,
-        bias: bool = True,
-        *,
-        comm: Any = None,
-        **how: Any,
-    ):
+    def __init__(self, features: int, eps: float = 1e-5, bias: bool = True, *, comm: Any = None, **how: Any):
         super().__init__(features, eps, ("weight", "bias") if bias else ("weight",), comm, how)
         if not bias:
             self.register_parameter("bias", None)
@@ -286,14 +269,7 @@ class RMSNorm(_Norm):
     Otherwise as `LayerNorm`; weight is that of `torch.nn.RMSNorm(features, eps)`.
     """
 
-    def __init__(
-        self,
-        features: int,
-        eps: float = 1e-6,
-        *,
-        comm: Any = None,
-        **how: Any,
-    ):
+    def __init__(self, features: int, eps: float = 1e-6, *, comm: Any = None, **how: Any):
         super().__init__(features, eps, ("weight",), comm, how)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -312,15 +288,7 @@ class AllReduceRMSNorm(_Norm):
     `order` is that of the sum (`fompi.parallel.tensor.all_reduce_rmsnorm`).
     """
 
-    def __init__(
-        self,
-        features: int,
-        eps: float = 1e-6,
-        *,
-        sharded: bool = False,
-        comm: Any = None,
-        **how: Any,
-    ):
+    def __init__(self, features: int, eps: float = 1e-6, *, sharded: bool = False, comm: Any = None, **how: Any):
         super().__init__(features, eps, ("weight",), comm, how)
         self.sharded = bool(sharded)
 
@@ -337,7 +305,7 @@ class ParallelAttention(Sharded):
     """q, k, v = all_gather(x) @ wq.T, wk.T, wv.T; y = reduce_scatter(softmax(q @ k.T * scale) @ v @ wo.T)
 
     x and y: (rows of this rank, ..., embed_dim), the tokens in order, Shard(0); dimensions between are a batch. The
-    query heads are dealt out as evenly as possible. A key/value head is on every rank that has one of its query heads;
+    query heads are dealt out by `shares` (heads). A key/value head is on every rank that has one of its query heads;
     its gradient is summed over them. `forward(x, cu_seqlens)`: where packed sequences begin, and the end.
 
     q_proj.weight: (heads * head_dim, embed_dim), k_proj.weight and v_proj.weight: (kv_heads * head_dim, embed_dim),
@@ -368,12 +336,12 @@ class ParallelAttention(Sharded):
         sizes = {"embed_dim": embed_dim, "heads": heads, "kv_heads": keys}
         sizes |= {} if head_dim is None else {"head_dim": head_dim}
         options = {"causal": causal, "scale": scale, "query_split": query_split}
-        super().__init__(*enter_module("ParallelAttention", comm, sizes, options, how, check))
+        super().__init__(*enter_module("ParallelAttention", comm, sizes, options, how, check, ("heads", heads, 1)))
         self.embed_dim, self.heads, self.kv_heads = embed_dim, heads, keys
         self.head_dim = d = embed_dim // heads if head_dim is None else head_dim
         self.causal, self.scale, self.query_split = causal, scale, query_split
-        size = self.comm.size
-        held = [tensor.heads_of(rank, size, heads, keys) for rank in range(size)]
+        self.shares = self.counts if "shares" in self.arguments else None
+        held = held_heads(self.comm.size, heads, keys, self.shares)
         q, kv = ([[range(part[i].start * d, part[i].stop * d)] for part in held] for i in (0, 1))
         layouts = {
             "q_proj": PartLayout((heads * d, embed_dim), 0, q),
@@ -386,7 +354,7 @@ class ParallelAttention(Sharded):
 
     def forward(self, x: torch.Tensor, cu_seqlens: Any = None) -> torch.Tensor:
         weights = (getattr(self, f"{name}_proj").weight.T for name in "qkvo")
-        how = options_of(self, "heads", "kv_heads", "comm", "causal", "scale", "query_split")
+        how = options_of(self, "heads", "kv_heads", "comm", "causal", "scale", "query_split", "shares")
         return tensor.attention(x, *weights, cu_seqlens=cu_seqlens, **how)
 
 
@@ -398,25 +366,20 @@ class VocabParallelEmbedding(Sharded):
 
     tokens: (all rows, ...), integers, the same on all ranks. y: (rows of this rank, ..., embedding_dim), Shard(0).
     `counts` is the number of rows that each rank keeps, by default as even as possible. With `sequence_parallel=False`
-    y has all rows. weight: (num_embeddings of this rank, embedding_dim): the rows of `torch.nn.Embedding`, dealt out as
-    evenly as possible.
+    y has all rows. weight: (num_embeddings of this rank, embedding_dim): the rows of `torch.nn.Embedding`, dealt out by
+    `shares` (vocabulary).
     """
 
     def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        *,
-        comm: Any = None,
-        sequence_parallel: bool = True,
-        **how: Any,
+        self, num_embeddings: int, embedding_dim: int, *, comm: Any = None, sequence_parallel: bool = True, **how: Any
     ):
         sizes = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
         options = {"sequence_parallel": sequence_parallel}
-        super().__init__(*enter_module("VocabParallelEmbedding", comm, sizes, options, how))
+        deals = "vocabulary", num_embeddings, 1
+        super().__init__(*enter_module("VocabParallelEmbedding", comm, sizes, options, how, deals=deals))
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.sequence_parallel = sequence_parallel
-        runs = runs_of(split(num_embeddings, self.comm.size))
+        runs = runs_of(self.counts)
         self.draw("weight", PartLayout((num_embeddings, embedding_dim), 0, runs), init.normal_)
 
     def forward(self, tokens: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
@@ -435,7 +398,7 @@ class MoE(Sharded):
     `capacity_factor`, `policy` and `microbatches` are those of `fompi.parallel.expert.moe`.
 
     router.weight: (experts, features), on every rank. experts.w1: (experts of this rank, ffn, features), experts.w2:
-    (experts of this rank, features, ffn): the experts are dealt out as evenly as possible, each as two
+    (experts of this rank, features, ffn): the experts are dealt out by `shares` (experts), each as two
     `torch.nn.Linear` without bias. shared.w1 and shared.w2: (shared, features) and (features, shared), on every rank.
     With "swiglu" w1 has 2 * ffn rows.
 
@@ -468,12 +431,12 @@ class MoE(Sharded):
 
         options = {"k": k, "activation": activation, "normalize": normalize}
         options |= {"capacity_factor": capacity_factor, "policy": policy, "microbatches": microbatches}
-        super().__init__(*enter_module("MoE", comm, sizes, options, how, check))
-        self.options = options
+        super().__init__(*enter_module("MoE", comm, sizes, options, how, check, ("experts", experts, 1)))
+        self.options = options | ({"shares": self.counts} if "shares" in self.arguments else {})
         self.features, self.ffn, self.num_experts = features, ffn, experts
         self.tokens_per_expert, self.dropped = None, 0
         wide = 2 if activation == "swiglu" else 1
-        runs = runs_of(split(experts, self.comm.size))
+        runs = runs_of(self.counts)
         self.router = self.weights(weight=PartLayout((experts, features)))
         w1 = PartLayout((experts, wide * ffn, features), 0, runs)
         self.experts = self.weights(w1=w1, w2=PartLayout((experts, features, ffn), 0, runs))

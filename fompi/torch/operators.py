@@ -42,14 +42,7 @@ from fompi.base.errors import LayoutError, ShapeError, StateError, TensorError
 from fompi.base.layout import Extents
 from fompi.base.nested import flatten
 from fompi.engine.communicator import Communicator
-from fompi.ops.adjoints import (
-    CONVENTIONS,
-    DIFFERENTIABLE,
-    Call,
-    WithBackward,
-    applied,
-    check_convention,
-)
+from fompi.ops.adjoints import CONVENTIONS, DIFFERENTIABLE, Call, WithBackward, applied, check_convention
 from fompi.ops.arguments import SUMS, Arguments
 from fompi.ops.operation import Operation
 from fompi.parallel import expert, sequence, tensor

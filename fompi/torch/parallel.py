@@ -33,11 +33,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel import style as styles
 
+from fompi.base.errors import LayoutError
+from fompi.engine.handshake import agree
+from fompi.parallel.shares import features
 from fompi.plans.meaning import MEANING
 from fompi.torch import operators, private
+from fompi.torch.groups import communicator
+from fompi.torch.nn import sum_gradients
 from fompi.torch.process_group import on_device
+from fompi.torch.sharded import PartLayout, runs_of
 
 HALF = (torch.bfloat16, torch.float16)
 REPLICATE, LAST = (Replicate(),), (Shard(-1),)
@@ -235,7 +242,24 @@ class _Linear:
     def as_torch(self, x: Tensor, reason: str) -> Any:
         _leave(f"{type(self).__name__}: {reason}")
         x = private.prepared_input(self.style, self.layout, self.module, x, self.mesh)
+        if hasattr(self.module, "layouts"):  # its parameters are no DTensors
+            return self.by_shares(x)
         return self.given(F.linear(x, self.module.weight, self.module.bias))
+
+    def by_shares(self, x: Any) -> Any:
+        """The product of unequal parts, without a fused operation."""
+        w, bias = self.module.weight, self.module.bias
+        if self.layout == REPLICATE:
+            return F.linear(_local(x, Partial()), w, bias)
+        y = self.given(DTensor.from_local(F.linear(_local(x), w), self.mesh, (Partial(),)))
+        return y if bias is None else y + self.bias(self.style.output_layouts[0])
+
+    def bias(self, output: Any) -> Any:
+        """The bias for an output with this placement. Of a sharded one each rank knows a term of its gradient."""
+        bias = self.module.bias
+        if bias is None or isinstance(bias, DTensor) or output == Replicate():
+            return _local(bias, Replicate() if output == Replicate() else Partial())
+        return sum_gradients(bias, comm=self.module.comm)[0]
 
     def given(self, y: DTensor) -> Any:
         """y in the layout that the style promises."""
@@ -301,8 +325,7 @@ class RowwiseLinear(_Linear):
 
     def product(self, x: Tensor, dim: int | None) -> Tensor:
         """The sum of the products of all ranks, and the bias: all rows if `dim` is None, else those of this rank."""
-        terms = Replicate() if dim is None else Partial()  # what each rank knows of the gradient of the bias
-        x, w, bias = _cast(x, _local(self.module.weight), _local(self.module.bias, terms))
+        x, w, bias = _cast(x, _local(self.module.weight), self.bias(Replicate() if dim is None else Shard(dim)))
         if dim is None:
             words, rows = self.words(x, w, bias, "replicated"), x.shape[:-1]
             x = x.flatten(0, -2)  # the first dimension is cut: of a batch of one sequence it has one row
@@ -422,32 +445,76 @@ def _parallelize(style: Any, module: torch.nn.Module, mesh: Any, forward: type[_
     elif not private.is_plain(style, base):
         reason = f"{type(style).__name__} has methods of its own"
     else:
-        private.partition(style, module, mesh)
+        if (shares := _SHARES["all"]) is None:
+            private.partition(style, module, mesh)
+        else:
+            _deal(style, module, mesh, shares, 0 if forward is ColwiseLinear else 1)
         module.forward = forward(style, module, mesh, _next_number(mesh))
         return module
     _leave(f"{base.__name__}: {reason}")
     return _ORIGINAL[base](style, module, mesh)
 
 
+def _deal(style: Any, module: torch.nn.Linear, mesh: Any, shares: Any, dim: int) -> None:
+    """Keep the part of this rank of a Linear, by its shares of dimension `dim` of the weight. Collective."""
+    comm, shape = communicator(mesh.get_group()), tuple(module.weight.shape)
+    refusal, counts = None, tuple[int, ...]()
+    try:
+        counts = features(shares, shape[dim], comm.size)
+        if (style.output_layouts, style.input_layouts)[dim] != LAST or not style.use_local_output:
+            raise LayoutError(f"shares= is for local tensors whose last dimension is sharded, not {style}")
+    except LayoutError as error:
+        refusal = error
+    agree(comm, f"{type(style).__name__} of {shape}, shares={[*counts]}", refusal)
+    layouts = {"weight": PartLayout(shape, dim, runs_of(counts))}
+    if module.bias is not None:
+        layouts["bias"] = PartLayout(shape[:1]) if dim else PartLayout(shape[:1], 0, runs_of(counts))
+    for name, layout in layouts.items():
+        setattr(module, name, torch.nn.Parameter(layout.shard(getattr(module, name).detach(), comm.rank)))
+    module.layouts, module.comm = layouts, comm  # as a Sharded module: `full_state_dict` has all of it
+
+
+_SHARES: dict[str, Any] = {"all": None}
+"""Those of `install`, for torch's own styles."""
+
 _OWN = {cls.__mro__[1]: cls for cls in (ColwiseParallel, RowwiseParallel, PrepareModuleInput)}
 _ORIGINAL = {theirs: theirs._apply for theirs in _OWN}
 
 
-def install() -> ExitStack:
+def install(shares: Any = None) -> ExitStack:
     """From now on torch's ColwiseParallel, RowwiseParallel and PrepareModuleInput do as the classes of this file.
 
-    The row-wise layers of Hugging Face's transformers run fused, too (`fompi.torch.transformers`).
+    The row-wise layers of Hugging Face's transformers run fused, too (`fompi.torch.transformers`). `shares`: those of
+    unequal ranks, what `fompi.balance` returns or {"heads": [...], "columns": [...]}, for modules that are parallelized
+    from then on. `nn.full_state_dict` has the whole parameters of such modules.
     Modules that are parallelized already stay as they are. In a `with` statement it holds until the end of the block:
     then everything is as it was before, also inside of another block. `fused_calls` begins to count anew.
     """
     before = {theirs: theirs._apply for theirs in _OWN}
+    before_shares, _SHARES["all"] = _SHARES["all"], shares
     _set({theirs: own._apply for theirs, own in _OWN.items()})
     _watch_transformers()
     operators.RAN.clear()
     _LEFT.clear()
     until = ExitStack()
     until.callback(_set, before)
+    until.callback(_SHARES.update, all=before_shares)
     return until
+
+
+STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+"""The words of a `tp_plan` of transformers that are dealt by shares."""
+
+
+def by_tp_plan(model: Any, mesh: Any, shares: Any) -> Any:
+    """`model` of transformers, loaded whole, by its own `tp_plan`, with the heads and columns of unequal ranks
+
+    transformers itself only makes equal parts. What else its plan names stays whole on each rank. Collective. Raises
+    the errors of `parallelize_module` under `install(shares=)`.
+    """
+    plan = {name: STYLES[style]() for name, style in model.tp_plan.items() if style in STYLES}
+    with install(shares):
+        return parallelize_module(model, mesh, plan)
 
 
 def is_installed() -> bool:
@@ -464,6 +531,7 @@ def _watch_transformers() -> None:
 def uninstall() -> None:
     """Undo `install`. Modules that are parallelized already stay as they are."""
     _set(_ORIGINAL)
+    _SHARES["all"] = None
 
 
 def _set(methods: dict[Any, Any]) -> None:

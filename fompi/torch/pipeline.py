@@ -31,6 +31,8 @@ class Pipeline(pipeline.Pipeline):
     Under `torch.no_grad()` a step computes losses only, on all ranks. `forward` is for evaluations: no gradients, no
     loss.
 
+    With `shares` the modules are all layers of the model, and this rank has a run of them.
+
     Modules whose parameters are on a GPU make a pipeline of that device. A module without parameters needs `device=`.
 
     The other options are those of `fompi.parallel.pipeline.Pipeline`. The zero-bubble schedules need stages whose
@@ -72,6 +74,9 @@ class Pipeline(pipeline.Pipeline):
         elif self.input_gradients is not None:
             wanted = [(x, g) for x, g in zip(self._inputs, self.input_gradients, strict=True) if _requires_grad(x)]
             torch.autograd.backward([x for x, _ in wanted], [g for _, g in wanted])
+
+    def _joined(self, layers: Sequence[Any]) -> Stage:
+        return Stage(torch.nn.Sequential(*[stage.module for stage in layers]), self)
 
     @property
     def first(self) -> Stage | None:

@@ -29,13 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fompi.base.errors import (
-    DtypeError,
-    LayoutError,
-    ShapeError,
-    StateError,
-    WaitTimeout,
-)
+from fompi.base.errors import DtypeError, LayoutError, ShapeError, StateError, WaitTimeout
 from fompi.engine.communicator import Communicator
 from fompi.engine.tasks import DONE
 from fompi.mpi import environment, launcher

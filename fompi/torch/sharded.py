@@ -18,7 +18,8 @@ from fompi.base.layout import integer, offsets
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import digest
 from fompi.ops.operations import all_gather
-from fompi.parallel.arrays import FLOATS, carrying, enter
+from fompi.parallel.arrays import FLOATS, carrying, enter, in_leaves
+from fompi.parallel.shares import dealt
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,19 @@ def runs_of(counts: Sequence[int], copies: int = 1) -> list[list[range]]:
 class Sharded(torch.nn.Module):
     """A module that holds parts of parameters: `layouts[name]` says which.
 
-    `factory` are the device and the dtype of its parameters. It prints its `arguments` and its parts.
+    `factory` are the device and the dtype of its parameters. It prints its `arguments` and its parts. `counts` are the
+    units that each rank has, where it deals some.
     """
 
-    def __init__(self, comm: Communicator, factory: dict[str, Any], arguments: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        comm: Communicator,
+        factory: dict[str, Any],
+        arguments: Mapping[str, Any] | None = None,
+        counts: tuple[int, ...] = (),
+    ):
         super().__init__()
-        self.comm, self.factory, self.arguments = comm, factory, dict(arguments or {})
+        self.comm, self.factory, self.arguments, self.counts = comm, factory, dict(arguments or {}), counts
         self.layouts: dict[str, PartLayout] = {}
 
     def weights(self, **layouts: PartLayout) -> Sharded:
@@ -132,16 +140,18 @@ def enter_module(
     options: dict[str, Any],
     how: dict[str, Any],
     check: Callable[[Communicator], None] = lambda comm: None,
-) -> tuple[Communicator, dict[str, Any], dict[str, Any]]:
+    deals: tuple[str, int, int] | None = None,
+) -> tuple[Communicator, dict[str, Any], dict[str, Any], tuple[int, ...]]:
     """All ranks make the module `name` with the same arguments and the same random numbers, or all raise.
 
-    `how` are the device and the dtype, and the keywords of its calls, which the communicator carries from then on.
-    `check` looks at that. Returns what `Sharded` takes.
+    `how` are the device and the dtype, `shares` where the module `deals` units (their kind, their number, and in how
+    many equal parts), and the keywords of its calls, which the communicator carries from then on. `check` looks at
+    that. Returns what `Sharded` takes.
     """
     factory = {key: how.pop(key, None) for key in FACTORY}
-    arguments = sizes | options
+    arguments, shares = sizes | options, how.pop("shares", None) if deals else None
 
-    def agreed(comm: Communicator) -> tuple[str, int, Communicator]:
+    def agreed(comm: Communicator) -> tuple[str, int, tuple[Communicator, tuple[int, ...]]]:
         for key, n in sizes.items():
             if (integer(n) or 0) < 1:
                 raise LayoutError(f"{key}={n!r} must be an integer > 0")
@@ -150,13 +160,17 @@ def enter_module(
             raise DtypeError(f"dtype={empty.dtype} must be one of {', '.join(FLOATS)}")
         if empty.device.type not in ("cpu", "cuda", "meta"):
             raise TensorError(f"device={empty.device} must be the CPU or a GPU of CUDA")
-        carrier = carrying(name, comm, how, [dtype], [*arguments, *FACTORY, *OF_COMMUNICATOR])
+        carrier = carrying(name, comm, how, [dtype], [*arguments, "shares", *FACTORY, *OF_COMMUNICATOR])
+        counts = dealt(shares, deals[0], deals[1] // deals[2], comm.size) if deals else ()
+        if shares is not None:
+            carrier, arguments["shares"] = in_leaves(carrier, counts), [*counts]
         check(carrier)
         words = ", ".join(f"{key}={value!r}" for key, value in arguments.items()) + in_words(carrier.how)
         if empty.device.type != "meta":
             numbers = torch.get_rng_state() if empty.device.type == "cpu" else torch.cuda.get_rng_state(empty.device)
             state = digest(numbers.numpy().tobytes().hex())
             words += detail("the random state of torch (call torch.manual_seed alike on all ranks)", "", state)
-        return f"{words}, {dtype}", 0, carrier
+        return f"{words}, {dtype}", 0, (carrier, counts)
 
-    return enter(name, comm, agreed)[1], factory, arguments
+    carrier, counts = enter(name, comm, agreed)[1]
+    return carrier, factory, arguments, counts

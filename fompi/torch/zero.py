@@ -163,6 +163,14 @@ class ZeroDataParallel(Wrapper):
         self.parallel.load_state_dict({"optimizer": parts} | ({FEEDBACK: lost} if lost else {}))
 
     @torch.no_grad()
+    def rebalance(self, shares: Any) -> None:
+        """Other shares of rows and state from the next step on (`DataParallel.rebalance`). Collective."""
+        self.refuse_copy()
+        self.parallel.rebalance(shares)
+        for name, parameter in self._known.named.items():
+            self._take(name, parameter)
+
+    @torch.no_grad()
     def wait(self, names: Iterable[str] | None = None) -> None:
         """Wait until these parameters have arrived (None: all of them)."""
         self.refuse_copy()

@@ -108,6 +108,18 @@ def calibrate_and_judge(
         return machine, calibration.verdict(machine)
 
 
+def measured(comm: Any, text: str) -> Machine:
+    """The speeds, memories and links of the ranks of `comm` only, the same on all of them. Collective; some seconds.
+
+    All ranks give the same `text`, or all raise MismatchError.
+    """
+    communicator = Communicator.of(comm)
+    agree(communicator, text)
+    with _Calibration(communicator, lambda text: None) as calibration:
+        machine = calibration.kernels()
+        return _of_rank_0(communicator, calibration.with_links(machine) if communicator.size > 1 else machine)
+
+
 def place(comm: Any) -> tuple[str, str]:
     """The name of a machine that is measured on `comm` (mpi4py), and its ranks and hosts in words. Collective."""
     hosts = texts(comm, socket.gethostname())
@@ -187,21 +199,9 @@ class _Calibration:
         cores, helped = of_all_ranks(self.mpi, np.array(here, float)).min(axis=0)  # may differ between hosts
         if self.device is not None:
             return self._of_device()
-        self.say("kernels")
-        overhead, memory_rate, flops_rate, pack_rate = self._kernels()
-        machine = self._machine(
-            flops_rate=flops_rate,
-            memory_rate=memory_rate,
-            overhead=overhead,
-            pack_rate=pack_rate,
-            lanes=2 if cores >= 2 and helped else 1,
-        )
-        self.say("kernels and memory of each rank")
-        memories = self._memories()
-        unequal = memories if min(memories) < fit.FULL_RATE * max(memories) else ()
-        machine = replace(machine, speeds=self._speeds(), memory=min(memories), memories=unequal)
+        machine = replace(self.kernels(), lanes=2 if cores >= 2 and helped else 1)
         if self.size > 1:
-            machine = self._with_links(machine)
+            machine = self.with_links(machine)
             machine = replace(machine, collectives=self._library_curves(False), collectives_ranks=self.size)
             if helped:
                 machine = replace(machine, collectives_behind=self._library_curves(True))
@@ -215,7 +215,17 @@ class _Calibration:
                 machine = replace(machine, cpu_message=per_message, cpu_byte=per_byte, poll=poll)
         return machine
 
-    def _machine(self, on: str = "", **kernels: Any) -> Machine:
+    def kernels(self) -> Machine:
+        """Measure the kernels and the memory of each rank."""
+        self.say("kernels")
+        overhead, memory_rate, flops_rate, pack_rate = self._kernels()
+        self.say("kernels and memory of each rank")
+        memories = self._memories()
+        unequal = memories if min(memories) < fit.FULL_RATE * max(memories) else ()
+        rates = {"flops_rate": flops_rate, "memory_rate": memory_rate, "overhead": overhead, "pack_rate": pack_rate}
+        return replace(self._machine(**rates), speeds=self._speeds(), memory=min(memories), memories=unequal)
+
+    def _machine(self, on: str = "", /, **kernels: Any) -> Machine:
         """A machine with these kernels, whose links cost nothing yet."""
         mpi, (name, where) = library(), place(self.mpi)
         what = f"{where}{on}, {mpi.name} {mpi.version}, fompi {__version__}, float32"
@@ -230,7 +240,7 @@ class _Calibration:
         if self.size == 1:
             return machine
         machine = replace(
-            self._with_links(machine), collectives=self._library_curves(False), collectives_ranks=self.size
+            self.with_links(machine), collectives=self._library_curves(False), collectives_ranks=self.size
         )
         groups = (1, *self.topology.groups)
         staged = self.device.staged(groups)
@@ -314,7 +324,8 @@ class _Calibration:
         return tuple(of_all_ranks(self.mpi, np.array([own]))[:, 0].tolist())
 
     # -- links
-    def _with_links(self, machine: Machine) -> Machine:
+    def with_links(self, machine: Machine) -> Machine:
+        """Measure the links, too."""
         self.say("links between pairs of ranks")
         self.topology = topology = fit.find_topology(self.size, self.messages.pairs())
         levels = []

@@ -88,7 +88,7 @@ def test_an_example_is_short_and_says_its_idea_first(example):
         THREE_AXES: 80,
         ULYSSES: 80,
         WHOLE_STEP: 150,
-        GENERATE: 412,
+        GENERATE: 570,
         SAME_BITS: 65,
         FOLDER / "torchft_ddp.py": 70,
         FOLDER / "islands.py": 75,
@@ -150,19 +150,33 @@ for line in lines:
 """
 
 
-@pytest.mark.timeout(120)
+SHARES_OF_3 = (
+    "--shares heads=12,0,12/columns=24,76,0/vocabulary=0,1,100 --rebalance 5",  # 24 heads
+    "--shares layers=1,0,1 --temperature 0",
+)
+SHARES_OF_4 = ("--shares auto", "--shares heads=0,2,3,1/columns=0,1,98,1", "--rebalance 3", "--shares layers=0,0,2,0")
+
+
+@pytest.mark.timeout(240)
 def test_generate(mpirun, tmp_path):
     """The tokens of one process, on any number of ranks: heads, columns and vocabulary do not divide. Samples, too.
 
-    Both in one job: torch takes seconds to load.
+    So with shares: some ranks have nothing, layers are dealt, and shares change. Twelve runs in three jobs: torch takes
+    seconds to load.
     """
     write(tmp_path)
-    line, sampled = " ".join((str(tmp_path), *ASKED)), set()
-    for ranks in (1, 4):
-        done = mpirun(ranks, "-c", EACH, GENERATE, line, f"{line} --temperature 0.8", seconds=60)
+    write(tmp_path / "more", num_attention_heads=24, num_key_value_heads=8, head_dim=2)
+    line, more = (" ".join((str(folder), *ASKED)) for folder in (tmp_path, tmp_path / "more"))
+    lines = [line, f"{line} --temperature 0.8", more]
+    found = [set(), set(), set()]
+    for ranks, shares in ((1, []), (3, SHARES_OF_3), (4, SHARES_OF_4)):
+        asked = [*lines, *(f"{more if '24' in each else line} {each}" for each in shares)]
+        done = mpirun(ranks, "-c", EACH, GENERATE, *asked, seconds=90)
         are_the_tokens(done)
-        sampled.update(re.findall(r"^tokens: (.*)$", done.stdout, re.MULTILINE))
-    assert len(sampled) == 2 and TOKENS in sampled
+        printed = re.findall(r"^tokens: (.*)$", done.stdout, re.MULTILINE)
+        for of, tokens in zip([0, 1, 2, *(2 if "24" in each else 0 for each in shares)], printed, strict=True):
+            found[of].add(tokens)
+    assert [*map(len, found)] == [1, 1, 1] and TOKENS in found[0], found
 
 
 @pytest.mark.timeout(60)
@@ -208,6 +222,10 @@ REFUSED_OPTIONS = {
     "--ids 1 --temperature inf": "--temperature and --seed 0 or more",
     "--ids 1 --tokens 0": "--tokens must be 1 or more",
     "--prompt hi": "tokenizer",
+    "--ids 1 --shares heads=5,2": "shares=[5, 2] of heads add up to 7, but there are 6",
+    "--ids 1 --shares columns=1,2,3": "are 3 numbers of columns, but there are 2 ranks",
+    "--ids 1 --shares heads=-1,7": "--shares 'heads=-1,7': give auto",
+    "--ids 1 --rebalance 0": "--rebalance must be 1 or more",
     "": "give --prompt or --ids",
 }
 ALL_REFUSED = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import catalogue
 import numpy as np
@@ -173,3 +174,12 @@ def test_kernels_take_wall_time_and_no_time_of_the_program():
     assert time.perf_counter() - begun >= 0.1
     token = bound(backend, "matmul", 3000)(())
     assert not token.done() and time.perf_counter() < token.due
+
+
+def test_a_rank_has_a_speed(clock):
+    machine = replace(MACHINE, speeds=(1.0, 0.25))
+    fast, slow = (bound(Emulated(machine, rank), "copy", 10)(()) for rank in (0, 1))
+    assert slow.due - slow.begun == pytest.approx(4 * (fast.due - fast.begun))
+    for rank, seconds in ((None, 0.5), (0, 0.5), (1, 2.0)):
+        token = Emulated(machine, rank).bind_timed(lambda: None, 0.5)(())
+        assert token.due - token.begun == seconds

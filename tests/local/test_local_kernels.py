@@ -17,7 +17,7 @@ from fompi.parallel import linear
 from fompi.parallel.activations import activate, activate_backward
 from fompi.parallel.arrays import add
 from fompi.parallel.attention import Rule, attend, attend_backward, merge
-from fompi.parallel.expert import grouped, grouped_gradient
+from fompi.parallel.exchange import grouped, grouped_gradient
 
 
 def a(*shape, dtype=np.float32):

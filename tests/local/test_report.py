@@ -61,6 +61,22 @@ def test_the_text():
     )
 
 
+def test_shares_that_do_not_fit():
+    """Two ranks with the same products, one of which needs three times as long: a quarter of them is its share."""
+
+    def report(seconds, flops=384):
+        operations = [noted(0, kernels=0.11), noted(1, kernels=seconds, flops=flops)]
+        return {**REPORT, "size": 2, "ranks": [{"rank": r, "operations": [o]} for r, o in enumerate(operations)]}
+
+    said = (
+        "shares: products took 3.96 s on rank 1. With shares that fit all would need 1.98 s, 2.00 times as fast: "
+        "fompi.balance(comm, sizes), and rebalance"
+    )
+    assert said in text(report(0.33)).splitlines() and said in full_text(report(0.33)).splitlines()
+    for fits in (report(0.11), report(0.11, 350), report(0.33, None), {**report(0.33), "size": 3}):
+        assert "shares" not in text(fits)
+
+
 def one(**fields):
     """A report of one operation on one rank."""
     return {**REPORT, "ranks": [{"rank": 0, "operations": [noted(0, **fields)]}]}

@@ -6,7 +6,9 @@ from strategies import close, drawn, refused, runs, same_bits, slopes, uneven
 
 import fompi
 from fompi.base.layout import split
-from fompi.parallel.expert import choose, choose_backward, combine, dispatch, experts, experts_of, halves, moe, route
+from fompi.parallel.choices import choose, choose_backward
+from fompi.parallel.exchange import halves
+from fompi.parallel.expert import combine, dispatch, experts, experts_of, moe, route
 
 pytestmark = pytest.mark.ranks(mpich=[2, 3], openmpi=[])
 

@@ -10,6 +10,7 @@ from fompi.parallel.sequence import Sharding, ring_attention, ulysses_attention,
 
 pytestmark = pytest.mark.ranks(mpich=[3, 4], openmpi=[])
 
+UNEVEN = ([3, 11, 0], [3, 4, 0, 7]), ([5, 0, 3], [7, 1])
 STRATEGIES = ring_attention, ulysses_attention, usp_attention
 
 
@@ -31,7 +32,8 @@ def grids(f, meshes, size):
     return [(ring, size // ring, {})]
 
 
-def check(f, world, meshes, length, heads, kv_heads, layout="zigzag", cu_seqlens=None, d=2, e=3, **options):
+def check(f, world, meshes, length, heads, kv_heads, layout="zigzag", cu_seqlens=None, d=2, e=3, shares=(), **options):
+    """`shares`: the tokens of each of all ranks, and the heads of each rank of an axis, by the number of ranks."""
     q, k, v = drawn(length, heads, d), drawn(length, kv_heads, d, seed=1), drawn(length, kv_heads, e, seed=2)
     do = drawn(length, heads, e, seed=3)
 
@@ -40,8 +42,11 @@ def check(f, world, meshes, length, heads, kv_heads, layout="zigzag", cu_seqlens
 
     expected, gradients = np.float64(whole(q, k, v)), slopes(lambda *tensors: (whole(*tensors) * do).sum(), (q, k, v))
     for ring, ulysses, comms in grids(f, meshes, world.size):
-        sharding = Sharding(length, ring, ulysses, layout, cu_seqlens)
+        tokens, of_heads = ({len(n): n for n in each} for each in shares or ([], []))
+        sharding = Sharding(length, ring, ulysses, layout, cu_seqlens, tokens.get(world.size))
         mine, comms = sharding.indices(world.rank), comms or {"comm": world}
+        if f is not ring_attention and ulysses in of_heads:
+            comms = comms | {"shares": of_heads[ulysses]}
         tensors = [sharding.shard(t, world.rank) for t in (q, k, v)]
         before = [t.copy() for t in tensors]
         o, saved = f.forward(*tensors, sharding, **comms, **options)
@@ -68,6 +73,9 @@ def check(f, world, meshes, length, heads, kv_heads, layout="zigzag", cu_seqlens
         {"length": 5, "heads": 6, "kv_heads": 2},
         {"length": 2, "heads": 2, "kv_heads": 1, "causal": True},  # fewer tokens and heads than ranks
         {"length": 0, "heads": 2, "kv_heads": 2},
+        {"length": 14, "heads": 8, "kv_heads": 4, "causal": True, "shares": UNEVEN},
+        {"length": 14, "heads": 8, "kv_heads": 8, "causal": True, "cu_seqlens": (0, 5, 14), "shares": UNEVEN},
+        {"length": 28, "heads": 8, "kv_heads": 1, "layout": "contiguous", "shares": UNEVEN},
     ],
     ids=str,
 )

@@ -84,6 +84,8 @@ def test_a_language_model_of_modules(world):
         t, d = world.rank % tp, world.rank // tp % dp
         how = {"microbatches": 2, "shape": (ROWS, FEATURES), "dtype": "float64", "comm": world, "layers": len(model)}
         how["optimizer"] = fompi.parallel.data.SGD(1e-2, momentum=0.9)
+        if pp > 1:  # the last stage has the head only
+            how["shares"] = [len(model) - pp + 1, *[1] * (pp - 1)]
         with fompi.torch.TrainingStep(lambda n, model=model, t=t: model[n][t], mesh=mesh, **how) as step:
             for _ in range(3):
                 ids, targets = torch.randint(VOCABULARY, (2, 2 * dp, tp, ROWS))

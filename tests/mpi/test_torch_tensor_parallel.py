@@ -69,6 +69,44 @@ class Since:
         return dict(Counter(fompi.torch.fused_calls().as_torch) - Counter(self.before.as_torch))
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [D, torch.bfloat16], ids=str)
+def test_shares_of_unequal_ranks(mesh, bias, dtype):
+    """The numbers of one process, by fused operations or by torch, and whole parameters to save."""
+    torch.manual_seed(4)
+    whole = nn.Sequential(nn.Linear(6, 12, bias=bias, dtype=dtype), nn.Linear(12, 6, bias=bias, dtype=dtype))
+    shares, x = {"heads": [1, 1], "columns": [9, 3]}, torch.linspace(-1, 1, 30).view(5, 6).to(dtype)
+    models = [copy.deepcopy(whole) for _ in range(2)]
+    for model, given in zip(models, (shares, [3, 1]), strict=True):
+        with fompi.torch.install(shares=given):
+            parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    y = whole(x)
+    y.square().sum().backward()
+    for model in models:
+        assert len(model[0].weight) == [9, 3][dist.get_rank()] == model[1].weight.shape[1]
+        z = model(x)
+        z.square().sum().backward()
+        within = 1e-12 if dtype == D else 0.05
+        assert torch.allclose(z, y, rtol=within, atol=within)
+        grads = [model[0].weight.grad, whole[0].weight.grad.split([9, 3])[dist.get_rank()]]
+        assert torch.allclose(*grads, rtol=within, atol=4 * within)
+        full = fompi.torch.nn.full_state_dict(model)
+        assert torch.equal(full["0.weight"], whole[0].weight) and torch.equal(full["1.weight"], whole[1].weight)
+        if bias:
+            assert torch.allclose(model[1].bias.grad, whole[1].bias.grad, rtol=within, atol=within)
+    if dtype == D and bias:  # rows are sharded
+        part = {"0": ColwiseParallel(), "1": RowwiseParallel(output_layouts=Shard(0))}
+        with fompi.torch.install(shares=[3, 1]):
+            model = parallelize_module(copy.deepcopy(whole), mesh, part)
+        sharded = model(x.repeat(2, 1))
+        sharded.square().sum().backward()
+        assert torch.allclose(sharded, y.repeat(2, 1).chunk(2)[dist.get_rank()])
+        assert torch.allclose(model[1].bias.grad, 2 * whole[1].bias.grad)
+    for wrong in ([3, 2], [1, 1, 1], {"rows": [1, 1]}, [1, 1 + dist.get_rank()]):
+        with pytest.raises((fompi.LayoutError, fompi.MismatchError)), fompi.torch.install(shares=wrong):
+            parallelize_module(copy.deepcopy(whole), mesh, {"0": ColwiseParallel()})
+
+
 class Block(nn.Module):
     def __init__(self, bias, n=6):
         super().__init__()

@@ -1,5 +1,6 @@
 """Row-wise layers as Hugging Face's transformers makes them, with and without `fompi.torch.install()`."""
 
+import copy
 import sys
 import types
 
@@ -93,3 +94,51 @@ def test_a_module_without_such_a_class_is_left(group):
     other = types.ModuleType(NAME)
     transformers.fuse(other, parallel.is_installed)
     assert not hasattr(other, "RowwiseParallel")
+
+
+class Llama(torch.nn.Module):
+    """Attention and an MLP as transformers writes them: heads by -1, so a rank may have any number of them."""
+
+    def __init__(self, heads=8, kv_heads=8, head_dim=2, hidden=6, columns=11, vocabulary=13):
+        super().__init__()
+        names = {**dict.fromkeys(("q", "k", "v", "gate", "up"), "colwise"), "o": "rowwise", "down": "rowwise"}
+        self.tp_plan = {f"layers.*.{name}_proj": style for name, style in names.items()}
+        self.tp_plan["lm_head"] = "colwise_gather_output"
+        self.head_dim, self.groups = head_dim, heads // kv_heads
+        widths = {"q": heads, "k": kv_heads, "v": kv_heads}
+        self.layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(2))
+        for layer in self.layers:
+            for name, count in widths.items():
+                layer.add_module(f"{name}_proj", torch.nn.Linear(hidden, count * head_dim, bias=False))
+            layer.o_proj = torch.nn.Linear(heads * head_dim, hidden, bias=False)
+            layer.gate_proj, layer.up_proj = (torch.nn.Linear(hidden, columns, bias=False) for _ in range(2))
+            layer.down_proj = torch.nn.Linear(columns, hidden, bias=False)
+        self.lm_head = torch.nn.Linear(hidden, vocabulary, bias=False)
+
+    def forward(self, x):
+        for layer in self.layers:
+            shape = (*x.shape[:-1], -1, self.head_dim)
+            q, k, v = (p(x).view(shape).transpose(1, 2) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+            k, v = (t.repeat_interleave(self.groups, 1) for t in (k, v))
+            y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + layer.o_proj(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
+            x = x + layer.down_proj(torch.nn.functional.silu(layer.gate_proj(x)) * layer.up_proj(x))
+        return self.lm_head(x)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 4])
+def test_a_plan_by_shares(group, kv_heads):
+    """8 key heads on 3 ranks, and a rank that has nothing: the numbers of one process."""
+    size = dist.get_world_size()
+    torch.manual_seed(6)
+    whole, x = Llama(kv_heads=kv_heads), torch.randn(2, 5, 6)
+    shares = {"heads": [6, 0, 2], "columns": [0, 7, 4]} if size == 3 else {"heads": [6, 2], "columns": [11, 0]}
+    mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu")
+    dealt = fompi.torch.by_tp_plan(copy.deepcopy(whole), mesh, shares)
+    assert dealt.layers[0].down_proj.weight.shape[1] == shares["columns"][dist.get_rank()]
+    torch.testing.assert_close(dealt(x), whole(x))
+    dealt(x).square().sum().backward()
+    whole(x).square().sum().backward()
+    torch.testing.assert_close(dealt.lm_head.weight.grad, whole.lm_head.weight.grad)
+    full = fompi.torch.nn.full_state_dict(dealt)
+    assert all(torch.equal(value, full[name]) for name, value in whole.state_dict().items())

@@ -412,3 +412,13 @@ def test_what_is_given_is_kept():
     given = {"dp": 4, "tp": 2, "pp": 4, "cp": 2, "schedule": "interleaved", "chunks": 4, "recompute": "full"}
     (only,) = layouts("llama-8b", 64, "h100-ndr", **given).best
     assert given.items() <= only.layout._asdict().items() and only.layout.attention in ("ring", "ulysses")
+
+
+def test_layouts_of_unequal_ranks():
+    """Shares by speed take the mean of the speeds, equal ones the slowest: both are candidates."""
+    machine = replace(Machine.load("h100-ndr"), speeds=(1.0, 1.0, 1.0, 0.2))
+    unequal, equal = (fompi.layouts("llama-8b", 4, m, batch=64).best[0] for m in (machine, replace(machine, speeds=())))
+    assert unequal.shares == "shares by speed" and "shares by speed" in unequal.row()[-1] and equal.shares == ""
+    assert unequal.compute == pytest.approx(equal.compute / 0.8, rel=0.3) and unequal.compute < 2 * equal.compute
+    laptops = fompi.layouts("llama-1b", 4, "laptops", batch=8)
+    assert "warning" not in laptops.remark and laptops.best[0].shares == "shares by speed"

@@ -14,7 +14,7 @@ import pytest
 import fompi
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("torch", "jax", "parallel", "members", "islands", "plans", "model", "traces")
+PACKAGES = ("torch", "jax", "parallel", "members", "islands", "plans", "model", "planner", "traces")
 
 
 def test_dir_shows_public_names_only():

@@ -51,6 +51,24 @@ def test_every_step_is_right(axes):
         fompi.verify(made(axes, actions("eager-1f1b", 2, 5, overlap_f_b=True), 5))
 
 
+@pytest.mark.parametrize("shares", [[3, 1], [4, 6]], ids=str)
+def test_layers_by_shares(shares):
+    layers = [LayerForm(7, "embedding"), *range(1, 2 * sum(shares) - 1), LayerForm(3, "head")][: sum(shares)]
+    layers[-1] = LayerForm(3, "head")
+    for axes in ((1, 2, 2), (2, 1, 2)):
+        found = made(axes, layers=layers, shares=shares)
+        fompi.verify(found)
+        assert [len(found.problem.held(rank)) for rank in (0, 3)] == shares
+    if sum(shares) == 4:
+        fompi.verify(made((1, 1, 3), layers=layers, shares=[3, 0, 1]))
+    else:
+        fompi.verify(made((1, 1, 2), "interleaved", layers=layers, chunks=2, shares=shares))
+    with pytest.raises(PlanError, match="the first and the last of 2 stages need one"):
+        made((1, 1, 2), layers=layers, shares=[0, 1])
+    with pytest.raises(LayoutError, match="add up to 7"):
+        made((1, 1, 2), layers=layers, shares=[4, 3])
+
+
 BESIDES = ("input", "loss", "input_backward", "update")
 """The kernels of a step that a pipeline has not: there they are the program's."""
 

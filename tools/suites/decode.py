@@ -33,6 +33,7 @@ from fompi.base.layout import split
 from fompi.bench.measure import Bench, Call, Calls
 from fompi.engine.communicator import Communicator
 from fompi.mpi.transport import start_mpi
+from fompi.parallel.shares import dealt
 from fompi.parallel.tensor import all_reduce_rmsnorm
 from fompi.tuning.rounds import Figure, Row
 from means import median_figure
@@ -108,17 +109,17 @@ def _by_library(mpi: Any, t: Any, waits: bool = True) -> Waits | None:
 
 
 class Decoder:
-    """The heads, columns and part of the vocabulary of this rank."""
+    """The heads, columns and part of the vocabulary of this rank. `shares`: those of unequal ranks."""
 
-    def __init__(self, comm: Communicator, size: Gpt, inner: int):
-        def share(count: int) -> int:
-            return count // comm.size + (comm.rank < count % comm.size)
+    def __init__(self, comm: Communicator, size: Gpt, inner: int, shares: Mapping[str, Any] | None = None):
+        def share(kind: str, count: int) -> int:
+            return dealt(shares, kind, count, comm.size)[comm.rank]
 
-        self.size, head_dim, heads = size, size.width // size.heads, share(size.heads)
+        self.size, head_dim, heads = size, size.width // size.heads, share("heads", size.heads)
         torch.manual_seed(comm.rank)
-        blocks = [Block(size.width, share(inner), heads, head_dim) for _ in range(size.layers)]
+        blocks = [Block(size.width, share("columns", inner), heads, head_dim) for _ in range(size.layers)]
         self.layers = [(block, torch.zeros(2, heads, size.length + 1, head_dim)) for block in blocks]
-        self.output = torch.nn.Linear(size.width, share(size.vocabulary), bias=False)
+        self.output = torch.nn.Linear(size.width, share("vocabulary", size.vocabulary), bias=False)
         self.x = torch.randn(size.length + 1, size.width, generator=torch.Generator().manual_seed(-1))
 
     def run(self, summed: Sum, begin: int, end: int, halves: int) -> Any:

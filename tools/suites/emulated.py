@@ -65,15 +65,19 @@ class QueuedKernel:
         return perf_counter() >= self.due
 
 
+MANY_ROWS = 1024
+"""The rows of kernels of a user, by which their speed on an unequal rank is known."""
+
+
 class Emulated:
-    """The backend. `machine.kernel(...)` gives the duration of each kernel."""
+    """The backend. `machine.kernel(...)` gives the duration of each kernel, and `machine.speeds` that on a `rank`."""
 
     name = "emulated accelerator"
     device = None
     asynchronous = True
 
-    def __init__(self, machine: Machine):
-        self.machine = machine
+    def __init__(self, machine: Machine, rank: int | None = None):
+        self.machine, self.rank = machine, rank
         self._host = Numpy()
         self.meanwhile: Callable[[], object] = _nothing  # called where the program waits for a kernel
         self._products, self._merges = KernelQueue(), KernelQueue()
@@ -82,6 +86,10 @@ class Emulated:
     def busy(self) -> float:
         """How many seconds of products this device has had."""
         return self._products.busy
+
+    def slowness(self, rows: float = MANY_ROWS) -> float:
+        """How many times as long a kernel of `rows` rows takes on this rank."""
+        return 1.0 if self.rank is None else self.machine.slowness(self.rank, rows)
 
     def empty(self, arena: Any, shape: Sequence[int], dtype: str, place: str = "", aligned: bool = True) -> Array:
         return self._host.empty(arena, shape, dtype, place, aligned)
@@ -94,16 +102,17 @@ class Emulated:
         write_corners = [corner(a, whole=kernels.find(kernel).reduces) for a in writes]
         compute = self._host.bind(kernel, read_corners, write_corners, read_dtypes, write_dtypes)
         sizes = ([(a.shape, a.nbytes) for a in arrays] for arrays in (reads, writes))
-        seconds = self.machine.kernel(*kernels.demand(kernel, *sizes))
+        rows = writes[0].shape[0] if writes and writes[0].ndim else 1
+        seconds = self.slowness(rows) * self.machine.kernel(*kernels.demand(kernel, *sizes))
         return self._on(self._merges if lane_of(kernel) == "merge" else self._products, compute, seconds)
 
     def bind_timed(self, compute: Callable[[], object], seconds: float) -> Callable[..., QueuedKernel]:
         """A kernel of the user, which takes these seconds. It runs on the host when it is enqueued."""
-        return self._on(self._products, compute, seconds)
+        return self._on(self._products, compute, self.slowness() * seconds)
 
     def spend(self, flops: float, nbytes: float = 0.0, compute: Callable[[], object] = _nothing) -> None:
         """Run a kernel of this cost on the stream of products, and wait for its end. `compute` runs in its time."""
-        token = self._on(self._products, compute, self.machine.kernel(flops, nbytes))(())
+        token = self._on(self._products, compute, self.slowness() * self.machine.kernel(flops, nbytes))(())
         self.meanwhile()
         sleep(max(0.0, token.due - perf_counter()))
 
