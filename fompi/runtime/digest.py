@@ -8,15 +8,13 @@ follows from those of its parts, however many ranks have them. What a rank has o
     all   the whole result                rows     a run of its rows
     rank  something of its own            columns  a run of its columns: then h is that of the columns, one by one
 
-`Digests` has the methods of `fompi.runtime.report.Report`, in whose place it is. Calls run in Python then.
+`Digests` takes the place of a report.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +22,8 @@ import numpy as np
 
 from fompi.mpi.transport import world
 from fompi.plans.meaning import MEANING
-from fompi.runtime.program import Run
-from fompi.runtime.steps import Steps
+from fompi.runtime.program import FinishedCall
+from fompi.runtime.steps import Notes
 
 Array = np.ndarray[Any, Any]
 
@@ -82,22 +80,22 @@ def shape_of(problem: Any, name: str) -> str:
     return "columns" if name.startswith("y") and problem.weights else "all"
 
 
-class Digests:
+class Digests(Notes):
     """The digests of this process, one line for each result in FOLDER/rank-R.jsonl."""
 
     def __init__(self, folder: str):
+        super().__init__()
         self.rank, _ = world()
         self.process = os.getpid()
         Path(folder).mkdir(parents=True, exist_ok=True)
         self.file = (Path(folder) / f"rank-{self.rank}.jsonl").open("w")
-        self.steps, self.updates = Steps(), defaultdict[int, Steps](Steps)
 
-    def note(self, run: Run, *_: object, outputs: Mapping[str, Any]) -> None:
-        """A call has finished on this rank, with these results."""
+    def note(self, call: FinishedCall) -> None:
+        run = call.run
         if run.error is not None or os.getpid() != self.process:
             return
         problem, members = run.compiled.plan.problem, run.comm.link.world_ranks
-        for name, array in outputs.items():
+        for name, array in call.outputs().items():
             held, array = shape_of(problem, name), array if isinstance(array, np.ndarray) else array.get()
             if held == "columns":
                 array = np.moveaxis(array, -1, 0)
@@ -117,19 +115,6 @@ class Digests:
             self.file.write(json.dumps(line) + "\n")
         self.file.flush()
 
-    def mark(self, *_: object) -> None:
-        """Steps do not matter here."""
-
-    def measured(self, *_: object) -> None:
-        """Times do not matter here."""
-
-    def settle(self, *_: object) -> None:
-        """There are no baselines."""
-
-    def settle_all(self) -> None:
-        """There are no baselines."""
-
     def finish(self) -> None:
-        """The program ends."""
         if os.getpid() == self.process:
             self.file.close()

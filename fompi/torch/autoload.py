@@ -24,7 +24,7 @@ def register() -> None:
 
     distributed.register_rendezvous_handler("fompi", _meet)
     private.extend_env_method(_meet)
-    if environment.value("FOMPI_REPORT") != "0":
+    if environment.value("FOMPI_REPORT") != "0" or environment.is_set("FOMPI_RECORD"):
         from fompi.torch import steps
 
         steps.watch()

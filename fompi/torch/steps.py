@@ -1,4 +1,4 @@
-"""Steps of the optimizers of PyTorch, for FOMPI_REPORT: of any program, also of one that never heard of fompi."""
+"""Steps of the optimizers of PyTorch, for FOMPI_REPORT and FOMPI_RECORD, of any program."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fompi.runtime.report import mark_update
 
 
 def watch() -> None:
-    """From now on `optimizer.step()` ends a step of the report."""
+    """From now on `optimizer.step()` ends a step."""
     register_optimizer_step_post_hook(_end)
 
 
