@@ -65,6 +65,8 @@ COMMANDS = {
     "trace": Command(
         "fompi.cli.trace", "the report and the trace of a job: of the file that FOMPI_REPORT=run.json wrote"
     ),
+    "replay": Command("fompi.cli.replay", "a run that FOMPI_RECORD=FOLDER recorded, walked again: on other links, too"),
+    "advise": Command("fompi.cli.replay", "what would help a recorded run, and by how much"),
     "calibrate": Command("fompi.cli.calibrate", "measure the machine, for mpirun: writes JSON", on_ranks=True),
     "try": Command("fompi.bench.trial", "what overlap gains here for a shape of your own", on_ranks=True),
     "up": Command("fompi.cli.up", "look at machines over ssh, choose their network, start a job", runs_program=True),

@@ -462,8 +462,8 @@ class Comm(MPI.Intracomm):
             own = Communicator.of(self)
             self.channel = own.channel
             watch()
-            if (timed := getattr(own.engine.report, "timed", None)) is not None:  # FOMPI_RECORD
-                _fill_in(timed)
+            if own.engine.report is not None:
+                own.engine.report.watch_library(Comm, {name: operation.name for name, operation in FORMS.items()})
 
     def Split(self, color: int = 0, key: int = 0) -> Comm:
         return self._of(super().Split(color, key))
@@ -754,13 +754,9 @@ def _nbytes_of(name: str, comm: Comm, args: Sequence[Any], options: Mapping[str,
     return sum(buffer.nbytes) * (size if is_part else 1)
 
 
-Timed = Callable[[str, Callable[..., Any]], Callable[..., Any]]
-"""(word, function of the MPI library) -> the same function, or one that notes its calls as well."""
-
-
-def _by_library(name: str, word: str, timed: Timed) -> Callable[[Comm, Any, Any], Any]:
+def _by_library(name: str, word: str) -> Callable[[Comm, Any, Any], Any]:
     """The function `word` of the MPI library. A wait in it, or for it, ends if a rank has left before it."""
-    function, enter, leave = timed(word, getattr(MPI.Intracomm, word)), INSIDE.append, INSIDE.pop
+    function, enter, leave = getattr(MPI.Intracomm, word), INSIDE.append, INSIDE.pop
 
     def by_library(self: Comm, args: Any, options: Any) -> Any:
         channel = self.channel
@@ -777,9 +773,9 @@ def _by_library(name: str, word: str, timed: Timed) -> Callable[[Comm, Any, Any]
     return by_library
 
 
-def _plain(name: str, word: str, timed: Timed) -> Callable[..., Any]:
+def _plain(name: str, word: str) -> Callable[..., Any]:
     """The same for what is never an operation. With I in front it waits for no rank, not even the first one of all."""
-    function, by_library = getattr(MPI.Intracomm, word), _by_library(name, word, timed)
+    function, by_library = getattr(MPI.Intracomm, word), _by_library(name, word)
 
     def call(self: Comm, *args: Any, **options: Any) -> Any:
         is_plain = self.channel is None and word != name
@@ -836,11 +832,10 @@ def _returned(started_on: Communicator | None, pending: Any, finish: Callable[[]
     return None
 
 
-def _form(name: str, operation: Operation[Any], immediate: bool, timed: Timed) -> Callable[..., Any]:
+def _form(name: str, operation: Operation[Any], immediate: bool) -> Callable[..., Any]:
     """The method of Comm for a collective, with I in front if it is `immediate`."""
     word, (at, parts) = f"I{name.lower()}" if immediate else name, SIZED.get(name, (MOST_ARGUMENTS, False))
-    function, is_sum = getattr(MPI.Intracomm, word), operation.name in SUMS
-    by_library = _by_library(name, word, timed)
+    function, is_sum, by_library = getattr(MPI.Intracomm, word), operation.name in SUMS, _by_library(name, word)
     collective = MpiCollective(name, word, operation, by_library)
 
     def call(self: Comm, *args: Any, **options: Any) -> Any:
@@ -868,15 +863,9 @@ FORMS: dict[str, Operation[Any]] = {
 }
 """The collectives of mpi4py that are operations of fompi."""
 
-
-def _fill_in(timed: Timed) -> None:
-    """The collectives as methods of Comm."""
-    for word in ("Barrier", "Scan", "Exscan", "Ibarrier", "Iscan", "Iexscan"):
-        setattr(Comm, word, _plain(word.removeprefix("I").capitalize(), word, timed))
-    for name, operation in FORMS.items():
-        setattr(Comm, name, _form(name, operation, False, timed))
-        setattr(Comm, f"I{name.lower()}", _form(name, operation, True, timed))
-    setattr(Comm, "Ialltoallw", _form("Alltoallw", operations.all_to_all, True, timed))  # noqa: B010
-
-
-_fill_in(lambda word, function: function)
+for _word in ("Barrier", "Scan", "Exscan", "Ibarrier", "Iscan", "Iexscan"):
+    setattr(Comm, _word, _plain(_word.removeprefix("I").capitalize(), _word))
+for _name, _operation in FORMS.items():
+    setattr(Comm, _name, _form(_name, _operation, False))
+    setattr(Comm, f"I{_name.lower()}", _form(_name, _operation, True))
+setattr(Comm, "Ialltoallw", _form("Alltoallw", operations.all_to_all, True))  # noqa: B010

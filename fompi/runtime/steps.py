@@ -57,6 +57,9 @@ class Notes:
     def note_message(self, comm: Any, message: Any) -> None:
         """A `send` or `recv` is through."""
 
+    def watch_library(self, comm: type, names: Mapping[str, str]) -> None:
+        """`fompi.mpi.Comm`, and its collectives in words of fompi: the MPI library carries out some calls of them."""
+
     def awaited(self, comm: Any, stamp: int) -> None:
         """The program waits for this call, or message, from now on."""
 
