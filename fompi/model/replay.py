@@ -19,7 +19,7 @@ import numpy as np
 
 from fompi.base.errors import LayoutError
 from fompi.model.machine import Machine
-from fompi.traces.record import CallKind, RankRecord
+from fompi.traces.record import STEP, CallKind, RankRecord
 from fompi.traces.trace import Event, Trace
 
 Array = np.ndarray[Any, Any]
@@ -72,28 +72,22 @@ class Graph:
     def of(cls, records: Sequence[RankRecord]) -> Graph:
         """The steps that all ranks have. Without steps, the whole run is one. Raises LayoutError without calls."""
         kinds: dict[CallKind, int] = {}
-        channels: dict[Any, int] = {}
         windows = _windows(records)
         rows: list[tuple[Any, ...]] = []
         for place, (record, marks) in enumerate(zip(records, windows, strict=True)):
-            calls = record.calls[(record.calls["begin"] >= marks[0]) & (record.calls["begin"] <= marks[-1])]
-            calls = calls[np.argsort(calls["begin"], kind="stable")]
-            known = np.zeros((len(record.kinds), 2), int)
-            for i, each in enumerate(record.kinds):
-                known[i] = (
-                    kinds.setdefault(each, len(kinds)),
-                    channels.setdefault((each.channel, each.group), len(channels)),
-                )
-            rows.append((np.full(len(calls), place), *known[calls["kind"]].T, calls, _waits(calls, marks)))
-        ranks, kind, channel, calls, waits = (np.concatenate(each) for each in zip(*rows, strict=True))
-        _, number = np.unique(calls["number"], return_inverse=True)
-        _, call = np.unique(channel * (number.max(initial=0) + 1) + number, return_inverse=True)
-        order = np.lexsort((ranks, call))
-        ranks, kind, calls, waits, call = (each[order] for each in (ranks, kind, calls, waits, call))
-        members = np.searchsorted(call, np.arange(call.max(initial=-1) + 2))
-        late = np.zeros(len(records))
-        if len({record.host for record in records}) > 1:
-            late = _clocks(call, ranks, calls["end"], len(records))
+            calls = np.sort(record.calls[record.calls["kind"] != STEP], order="begin")
+            calls = calls[(calls["begin"] >= marks[0]) & (calls["begin"] <= marks[-1])]
+            known = np.array([kinds.setdefault(kind, len(kinds)) for kind in record.kinds])[calls["kind"]]
+            rows.append((np.full(len(calls), place), known, calls, _waits(calls, marks)))
+        channels: dict[Any, int] = {}
+        channel = np.array([channels.setdefault((kind.channel, kind.group), len(channels)) for kind in kinds])
+        columns: list[Any] = [np.concatenate(each) for each in zip(*rows, strict=True)]
+        _, number = np.unique(columns[2]["number"], return_inverse=True)
+        _, call = np.unique(channel[columns[1]] * len(number) + number, return_inverse=True)
+        order = np.lexsort((columns[0], call))
+        ranks, kind, calls, waits, call = (each[order] for each in (*columns, call))
+        members = np.searchsorted(call, np.arange(call.max() + 2))
+        late = _clocks(call, ranks, calls["end"], 3 * (len({record.host for record in records}) > 1), len(records))
         begins, ends, waits = (times - late[ranks] for times in (calls["begin"], calls["end"], waits))
         service, awaited = _services(members, call, ranks, begins, ends)
 
@@ -172,36 +166,35 @@ class Graph:
         total: Array = np.bincount(self.kind[self.part[waits]], seconds, len(self.kinds))
         return total / (len(self.first) - 1) / len(replayed.steps)
 
-    def trace(self, replayed: Replayed, kind: str) -> Trace:
-        """The kernels and the waits of the last steps of the first ranks."""
-        ranks, steps = MOST_DRAWN
-        marks, events = replayed.ended[(self.what == MARK) & (self.rank == 0)], []
-        for e in np.flatnonzero((self.rank < ranks) & (replayed.came >= marks[max(0, len(marks) - 1 - steps)])):
-            rank, came, ended, gap = int(self.rank[e]), *map(float, (replayed.came[e], replayed.ended[e], self.gap[e]))
-            if gap > 0:
-                events.append(Event(rank, "compute", -1, "kernels", came - gap, came))
+    def trace(self, replayed: Replayed, kind: str, first: int) -> Trace:
+        """The kernels and the waits of the last steps of the first ranks, which are ranks `first`, ... there."""
+        (ranks, steps), events = MOST_DRAWN, []
+        marks = replayed.ended[(self.what == MARK) & (self.rank == 0)]
+        for e in np.flatnonzero((self.rank < ranks) & (replayed.came >= marks[-1 - steps :][0])).tolist():
+            (came, ended), call = (replayed.came[e], replayed.ended[e]), self.kinds[self.kind[self.part[e]]]
+            rank = first + int(self.rank[e])
+            events.append(Event(rank, "compute", -1, "kernels", float(came - self.gap[e]), float(came)))
             if self.what[e] == WAIT:
-                call = self.kinds[self.kind[self.part[e]]]
-                events.append(Event(rank, "waits", -1, str(call), came, ended, call.nbytes))
+                events.append(Event(rank, "waits", -1, str(call), float(came), float(ended), call.nbytes))
         return Trace(kind, f"the last steps, {kind}", tuple(events))
 
 
 def _windows(records: Sequence[RankRecord]) -> list[Array]:
-    """For each rank the ends of the steps that all ranks have, and whose calls are kept."""
-    if not all(len(record.calls) for record in records):
+    """For each rank the ends of the steps that all ranks have. Without steps, the begin and the end of the run."""
+    if not all((record.calls["kind"] != STEP).any() for record in records):
         raise LayoutError("a rank of the record has no call")
-    kept = [np.searchsorted(r.marks, r.calls["begin"].min()) if r.dropped else 0 for r in records]
-    low = max(record.first + n for record, n in zip(records, kept, strict=True))
-    high = min(record.first + len(record.marks) for record in records)
-    if high - low > 1:
-        return [record.marks[low - record.first : high - record.first] for record in records]
+    ends = [record.calls[record.calls["kind"] == STEP] for record in records]
+    if all(map(len, ends)):
+        low, high = max(each["number"][0] for each in ends), min(each["number"][-1] for each in ends)
+        if low < high:
+            return [each["begin"][(each["number"] >= low) & (each["number"] <= high)] for each in ends]
     return [np.array([record.calls["begin"].min(), record.calls["end"].max()]) for record in records]
 
 
-def _clocks(call: Array, ranks: Array, ends: Array, size: int) -> Array:
+def _clocks(call: Array, ranks: Array, ends: Array, rounds: int, size: int) -> Array:
     """How late the clock of each rank is: hosts have different ones, but a call ends on its ranks at about one time."""
     late = np.zeros(size)
-    for _ in range(3):
+    for _ in range(rounds):
         own = ends - late[ranks]
         mean = np.bincount(call, own) / np.bincount(call)
         late += np.bincount(ranks, own - mean[call], size) / np.bincount(ranks, minlength=size)

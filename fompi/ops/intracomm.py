@@ -462,8 +462,8 @@ class Comm(MPI.Intracomm):
             own = Communicator.of(self)
             self.channel = own.channel
             watch()
-            if own.engine.report is not None:
-                own.engine.report.watch_library(Comm, {name: operation.name for name, operation in FORMS.items()})
+            if own.engine.recorder is not None:
+                own.engine.recorder.watch_library(Comm, {name: operation.name for name, operation in FORMS.items()})
 
     def Split(self, color: int = 0, key: int = 0) -> Comm:
         return self._of(super().Split(color, key))

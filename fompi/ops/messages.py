@@ -453,7 +453,7 @@ class Transfer:
                 self._receiving = Receiving(communicator, source, tag, None if refusal else self._out)
                 begun.append(self._receiving)
             for task in begun:
-                if (communicator.recording is not None or communicator.engine.report is not None) and refusal is None:
+                if (communicator.recording is not None or communicator.engine.recorder is not None) and not refusal:
                     task.then = functools.partial(self._note, communicator.recording, task)
                 task.start()
         self.number = -communicator.mail.number if communicator.mail else 0
@@ -580,8 +580,8 @@ class Transfer:
 
     def _note(self, recording: list[Trace] | None, through: _Message) -> None:
         """Note a message, and record the call once both of its messages are through."""
-        if self._comm.engine.report is not None:
-            self._comm.engine.report.note_message(self._comm, through)
+        if self._comm.engine.recorder is not None:
+            self._comm.engine.recorder.note_message(self._comm, through)
         if recording is not None and all(task.finished and task.error is None for task in self._tasks):
             recording.append(self._traced())
 
@@ -598,9 +598,8 @@ class Transfer:
 
     def leave(self) -> None:
         """The program goes on with other work: the messages must progress by themselves."""
-        if self._comm.engine.report is not None:
-            for task in self._tasks:
-                task.returned_at = perf_counter()
+        for task in self._tasks if self._comm.engine.recorder is not None else ():
+            task.returned_at = perf_counter()
         self._comm.engine.wake_helper()
 
     def give_up(self) -> None:
@@ -625,9 +624,8 @@ class Transfer:
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for the result. Raises the error of the call, and WaitTimeout after `timeout` seconds (it goes on)."""
         end = None if timeout is None else perf_counter() + timeout
-        if self._comm.engine.report is not None:
-            for each in self._tasks:
-                self._comm.engine.report.awaited(self._comm, each.stamp)
+        for each in self._tasks if self._comm.engine.recorder is not None else ():
+            self._comm.engine.recorder.awaited(self._comm, each.stamp)
         while (task := next((task for task in self._tasks if not task.finished), None)) is not None:
             drive_in_c(task)
             seconds = None if end is None else max(0.0, end - perf_counter())

@@ -45,7 +45,7 @@ from fompi.plans.verify import verify
 from fompi.runtime import needs
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.native_run import Times, drive_in_c, finished_run
-from fompi.runtime.program import FinishedCall, Run, enter
+from fompi.runtime.program import Run, enter
 from fompi.schedules.registry import REGISTERED, SCHEDULES, available, messages_per_peer, write
 from fompi.tensors import dlpack
 from fompi.tensors.device_array import DeviceArray
@@ -333,10 +333,9 @@ class Pending:
         if recording is not None:
             recording.append(self._traced(run))
         if self._comm.engine.report is not None:
-            assert self.extents is not None
-            trace, outputs = functools.partial(self._traced, run), lambda: self._outputs
-            when = self._returned_at, self._handshake
-            self._comm.engine.report.note(FinishedCall(run, self.extents, self._backend, trace, outputs, None, *when))
+            report, trace, run.agreed = self._comm.engine.report, functools.partial(self._traced, run), self._handshake
+            returned_at = self._returned_at or (run.moved_at if isinstance(self, Started) else None)
+            report.note(run, trace, self.extents, self._backend, None, returned_at, outputs=self._outputs)
 
     def _ended_in_c(self, recording: list[Trace] | None, stamp: int, times: Times) -> None:
         """C has finished the call."""
@@ -426,8 +425,8 @@ class Pending:
     def _await(self, timeout: float | None, until: Callable[[], Callable[[], bool] | None] = lambda: None) -> bool:
         """Drive what does the call until it is finished, or `until()()`. False: not within `timeout`."""
         engine, channel, self._is_unread = self._comm.engine, self._comm.channel, False
-        if engine.report is not None:
-            engine.report.awaited(self._comm, self._stamp)
+        if engine.recorder is not None:
+            engine.recorder.awaited(self._comm, self._stamp)
         end = None if timeout is None else perf_counter() + timeout
         task = None
         while task is not self.task:  # in C, then the agreement, then the run

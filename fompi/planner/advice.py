@@ -26,29 +26,11 @@ from fompi.traces.record import CallKind
 WORTH, LATE, SLOW = 0.01, 1.15, 1.5
 """An advice gains at least this share of a step. A rank is late, or a link slow, at this many times the median."""
 
-SMALL_NBYTES, OFTEN = 1 << 12, 4
-"""A call of at most this many bytes shows the latency. Two micro-batches are tried from this many calls a step on."""
+SMALL_NBYTES, OFTEN, WIRED = 1 << 12, 4, ("float32", "bfloat16", "float16")
+"""A call of at most this many bytes shows the latency. Two micro-batches are tried from this many calls a step on.
+Elements of these types may travel as int8."""
 
-WIRED = ("float32", "bfloat16", "float16")
-"""The dtypes of which messages of int8 are smaller."""
-
-WRITE = {
-    "links twice as fast": "fompi replay --machine FILE tries a machine",
-    "messages of int8": 'wire="int8" (docs/howto/smaller-messages.md)',
-    "balanced shares": "fompi.balance(machine, model)",
-    "axes in another order": "the groups that move most on one host: fompi layout",
-    "gathers one layer ahead": "fully_shard: module.set_modules_to_forward_prefetch([...])",
-    "parameters kept after the forward": "fully_shard(reshard_after_forward=False), zero=2",
-    "all-gather and product in one call": "fompi.all_gather_matmul(x, w)",
-    "product and sum in one call": "fompi.matmul_reduce_scatter(h, w), fompi.matmul_all_reduce(h, w)",
-    "sums started": "fompi.all_reduce.start(x); .wait() before the next call, if the sum is not needed earlier",
-    "two micro-batches at a time": "fompi.interleave (docs/howto/two-batches.md)",
-    "larger buckets": "two become one: DistributedDataParallel(bucket_cap_mb=...)",
-    "smaller buckets": "one becomes two: DistributedDataParallel(bucket_cap_mb=...)",
-    "outer steps": "fompi.OuterSchedule(sync_every={}, delay={}, fragments={}) (docs/howto/outer-steps.md)",
-    "a pipeline without bubbles": 'schedule="zb-h2", if it is 1f1b now',
-}
-"""What to write for a change."""
+Change = tuple[str, str, Graph]
 
 
 class Advice(NamedTuple):
@@ -63,10 +45,10 @@ class Advice(NamedTuple):
 def advise(graph: Graph, hosts: Sequence[str]) -> list[Advice]:
     """What gains something: faults first, then the largest gain. `hosts` are those of the ranks of the record."""
     found = [Advice(what, write, changed.run().step, True) for what, write, changed in faults(graph, hosts)]
-    found += [Advice(what, WRITE[what], changed.run().step) for what, changed in changes(graph, hosts)]
-    found += other_plans(graph, len(hosts))
+    found += [Advice(what, write, changed.run().step) for what, write, changed in changes(graph, hosts)]
     most = (1 - WORTH) * graph.run().step
-    return sorted((each for each in found if each.seconds < most), key=lambda each: (not each.is_fault, each.seconds))
+    found = [each for each in (*found, *other_plans(graph, len(hosts))) if each.seconds < most]
+    return sorted(found, key=lambda each: (not each.is_fault, each.seconds))
 
 
 # ------------------------------------------------------------------------------------------------- transformations
@@ -89,18 +71,18 @@ def faster(graph: Graph, parts: Array, share: Any) -> Graph:
     return replace(graph, service=graph.service - np.where(parts, (1 - share) * moving(graph), 0.0))
 
 
-def events_of(graph: Graph, what: int) -> Array:
-    """The event WAIT or BEGIN of each part: BEGIN, too, where nobody waits."""
-    found = np.zeros(len(graph.ranks), int)
-    for kind in (BEGIN, what):
-        events = np.flatnonzero(graph.what == kind)
-        found[graph.part[events]] = events
-    return found
+def events_of(graph: Graph) -> tuple[Array, Array]:
+    """The events BEGIN and WAIT of each part: BEGIN twice, where nobody waits."""
+    found = np.zeros((2, len(graph.ranks)), int)
+    for what, places in ((BEGIN, slice(2)), (WAIT, 1)):
+        events = np.flatnonzero(graph.what == what)
+        found[places, graph.part[events]] = events
+    return found[0], found[1]
 
 
 def hidden(graph: Graph, parts: Array, before: float, after: float) -> Graph:
     """These shares of the kernels before and after a call run while it is in flight."""
-    gap, begin, wait = graph.gap.copy(), events_of(graph, BEGIN)[parts], events_of(graph, WAIT)[parts]
+    gap, (begin, wait) = graph.gap.copy(), (events[parts] for events in events_of(graph))
     for source, share in ((begin, before), (wait + 1, after)):
         moved = np.where(wait > begin, np.minimum(gap[source], share * graph.gap[source]), 0.0)
         gap[wait] += moved
@@ -111,13 +93,13 @@ def hidden(graph: Graph, parts: Array, before: float, after: float) -> Graph:
 def without(graph: Graph, parts: Array) -> Graph:
     """These calls are not made."""
     what = graph.what.copy()
-    what[events_of(graph, BEGIN)[parts]] = what[events_of(graph, WAIT)[parts]] = NOTHING
+    what[np.concatenate([events[parts] for events in events_of(graph)])] = NOTHING
     return replace(graph, what=what)
 
 
 def merged(graph: Graph, parts: Array) -> Graph:
     """Of these calls every two become one, which begins with the second, if nobody waits for the first before that."""
-    begin, wait, more, of_group = events_of(graph, BEGIN), events_of(graph, WAIT), moving(graph), defaultdict(list)
+    (begin, wait), more, of_group = events_of(graph), moving(graph), defaultdict(list)
     what, part, service = graph.what.copy(), graph.part.copy(), graph.service.copy()
     for c in sorted(np.unique(graph.call[parts]), key=lambda c: begin[graph.members[c]]):
         own = np.arange(graph.members[c], graph.members[c + 1])
@@ -132,7 +114,7 @@ def merged(graph: Graph, parts: Array) -> Graph:
 
 def cut(graph: Graph, parts: Array) -> Graph:
     """Each of these calls becomes two, of which the first begins earlier: half of what comes before is ready then."""
-    gap, begin = graph.gap.copy(), events_of(graph, BEGIN)[parts]
+    gap, begin = graph.gap.copy(), events_of(graph)[0][parts]
     earlier = np.minimum(gap[begin], graph.service[parts]) / 2
     gap[begin] -= earlier
     gap[begin + 1] += earlier
@@ -142,7 +124,7 @@ def cut(graph: Graph, parts: Array) -> Graph:
 # ----------------------------------------------------------------------------------------------------- what to try
 
 
-def faults(graph: Graph, hosts: Sequence[str]) -> Iterator[tuple[str, str, Graph]]:
+def faults(graph: Graph, hosts: Sequence[str]) -> Iterator[Change]:
     """Ranks and hosts whose kernels take longer, and groups of ranks on which calls do."""
     own, names = np.bincount(graph.rank, graph.gap), np.array(hosts)
     groups = {f"host {host}": np.flatnonzero(names == host) for host in hosts}
@@ -151,11 +133,7 @@ def faults(graph: Graph, hosts: Sequence[str]) -> Iterator[tuple[str, str, Graph
         times = float(own[ranks].min() / max(np.median(own), 1e-9))
         if times > LATE:
             gap = np.where(np.isin(graph.rank, ranks), graph.gap / times, graph.gap)
-            yield (
-                f"{name} at the median speed",
-                f"its kernels take {times:.2f} times the median",
-                replace(graph, gap=gap),
-            )
+            yield f"{name} at the median speed", f"its kernels take {times:.2f} times", replace(graph, gap=gap)
     alike, often = defaultdict(list), np.maximum(1, np.bincount(graph.kind, minlength=len(graph.kinds)))
     mean = np.bincount(graph.kind, graph.service, len(graph.kinds)) / often
     for number, kind in enumerate(graph.kinds):
@@ -165,70 +143,66 @@ def faults(graph: Graph, hosts: Sequence[str]) -> Iterator[tuple[str, str, Graph
         kind, times = graph.kinds[slowest], mean[slowest] / max(float(np.median(mean[numbers])), 1e-9)
         if len(numbers) > 2 and times > SLOW:
             what = f"the link of ranks {', '.join(map(str, kind.group))} as fast as others"
-            yield (
-                what,
-                f"{kind} takes {times:.1f} times as long: fompi doctor",
-                faster(graph, graph.kind == slowest, 1 / times),
-            )
+            yield what, f"{kind} takes {times:.1f} times: fompi doctor", faster(graph, graph.kind == slowest, 1 / times)
 
 
-def changes(graph: Graph, hosts: Sequence[str]) -> Iterator[tuple[str, Graph]]:
-    """Each change of WRITE that this graph allows."""
-    everything, steps, begin, wait = (
-        parts_of(graph),
-        len(graph.measured.steps),
-        events_of(graph, BEGIN),
-        events_of(graph, WAIT),
-    )
-    yield "links twice as fast", faster(graph, everything, 0.5)
+def changes(graph: Graph, hosts: Sequence[str]) -> Iterator[Change]:
+    """What a user can write, or buy."""
+    everything, steps, (begin, wait) = parts_of(graph), len(graph.measured.steps), events_of(graph)
+    yield "links twice as fast", "fompi replay --machine FILE tries a machine", faster(graph, everything, 0.5)
     each = [WIRES["int8"].each / itemsize(k.dtype) if k.dtype in WIRED and not k.wire else 1.0 for k in graph.kinds]
-    yield "messages of int8", faster(graph, everything, np.minimum(1.0, each)[graph.kind])
+    yield "messages of int8", 'wire="int8"', faster(graph, everything, np.minimum(1.0, each)[graph.kind])
     own = np.bincount(graph.rank, graph.gap)
-    yield "balanced shares", replace(graph, gap=graph.gap * (own.mean() / np.maximum(own, 1e-9))[graph.rank])
+    shared = replace(graph, gap=graph.gap * (own.mean() / np.maximum(own, 1e-9))[graph.rank])
+    yield "balanced shares", "fompi.balance(machine, model)", shared
     within = parts_of(graph, lambda kind: len({hosts[rank] for rank in kind.group}) == 1)
     seconds, nbytes = moving(graph), np.array([kind.nbytes for kind in graph.kinds])[graph.kind]
     near, far = (np.array([seconds[of].sum(), nbytes[of].sum()]) for of in (within, everything & ~within))
     if 0 < near[1] < far[1] and near[0] > 0:
         rate = near[0] / near[1] / far[0] * far[1]
-        yield "axes in another order", faster(graph, everything, np.where(within, 1 / rate, rate))
-    plain = everything & (wait == begin + 1) & parts_of(graph, lambda kind: "mat" not in kind.operation)
-    gathers = plain & parts_of(graph, lambda kind: kind.moves == "all_gather")
-    sums = plain & parts_of(graph, lambda kind: kind.moves in ("all_reduce", "reduce_scatter"))
+        swapped = faster(graph, everything, np.where(within, 1 / rate, rate))
+        yield "axes in another order", "what moves most on one host: fompi layout", swapped
+    at_once = everything & (graph.measured.came[begin] == graph.measured.came[wait]) & (wait > begin)
+    at_once &= parts_of(graph, lambda kind: "mat" not in kind.operation)
+    gathers = at_once & parts_of(graph, lambda kind: kind.moves == "all_gather")
+    sums = at_once & parts_of(graph, lambda kind: kind.moves in ("all_reduce", "reduce_scatter"))
     beside = 1 - 1 / float(np.median(np.diff(graph.members)))
-    yield "gathers one layer ahead", hidden(graph, gathers, 1, 0)
-    yield "all-gather and product in one call", hidden(graph, gathers, 0, beside)
-    yield "product and sum in one call", hidden(graph, sums, beside, 0)
-    yield "sums started", hidden(graph, sums, 0, 1)
+    ahead = "fully_shard: module.set_modules_to_forward_prefetch([...])"
+    yield "gathers one layer ahead", ahead, hidden(graph, gathers, 1, 0)
+    yield "gather and product in one call", "fompi.all_gather_matmul(x, w)", hidden(graph, gathers, 0, beside)
+    yield "product and sum in one call", "fompi.matmul_reduce_scatter(h, w)", hidden(graph, sums, beside, 0)
+    later = "all_reduce.start(x), and wait() before the next call, if the sum is not needed earlier"
+    yield "sums started", later, hidden(graph, sums, 0, 1)
     if (gathers | sums).sum() >= OFTEN * steps * len(hosts):
-        yield "two micro-batches at a time", hidden(graph, gathers | sums, 0.5, 0.5)
-    started = (wait > begin + 1) & parts_of(graph, lambda kind: kind.moves == "all_reduce")
-    yield "larger buckets", merged(graph, started)
-    yield "smaller buckets", cut(graph, started)
-    again = np.zeros(len(graph.kind), bool)
-    scattered = {kind.channel for kind in graph.kinds if kind.moves == "reduce_scatter"}
+        yield "two micro-batches at a time", "fompi.interleave(f, g)", hidden(graph, gathers | sums, 0.5, 0.5)
+    started = (wait > begin) & ~at_once & parts_of(graph, lambda kind: kind.moves == "all_reduce")
+    yield "buckets twice as large", "DistributedDataParallel(bucket_cap_mb=...)", merged(graph, started)
+    yield "buckets half as large", "DistributedDataParallel(bucket_cap_mb=...)", cut(graph, started)
+    again, scattered = ~everything, {kind.channel for kind in graph.kinds if kind.moves == "reduce_scatter"}
     for number, kind in enumerate(graph.kinds):
         calls = np.unique(graph.call[graph.kind == number])
-        if kind.moves == "all_gather" and kind.channel in scattered and len(calls) and len(calls) % (2 * steps) == 0:
-            again |= np.isin(graph.call, calls.reshape(steps, 2, -1)[:, 1])
-    yield "parameters kept after the forward", without(graph, again)
+        if kind.moves == "all_gather" and kind.channel in scattered and len(calls) % (2 * steps) == 0 < len(calls):
+            again = again | np.isin(graph.call, calls.reshape(steps, 2, -1)[:, 1])
+    kept = "fully_shard(reshard_after_forward=False), zero=2"
+    yield "parameters kept after the forward", kept, without(graph, again & everything)
 
 
 def other_plans(graph: Graph, size: int) -> Iterator[Advice]:
     """Outer steps, and another schedule of a pipeline, by their formulas."""
-    steps = len(graph.measured.steps)
-    sums = parts_of(
-        graph, lambda kind: kind.moves == "all_reduce" and len(kind.group) == size and kind.nbytes > SMALL_NBYTES
+    steps, large = (
+        len(graph.measured.steps),
+        parts_of(graph, lambda k: k.nbytes > SMALL_NBYTES and len(k.group) == size),
     )
+    sums = large & parts_of(graph, lambda kind: kind.moves == "all_reduce")
     if sums.any():
         alone, exchange = without(graph, sums).run().step, float(graph.service[sums].sum()) / size / steps
         period = smallest(max(alone, 1e-9), [exchange / fragments for fragments in range(1, 9)])
-        yield Advice("outer steps", WRITE["outer steps"].format(*period), alone)
+        write = "fompi.OuterSchedule(sync_every={}, delay={}, fragments={})".format(*period)
+        yield Advice("outer steps, if islands may differ for a while", write, alone)
     pairs = {kind.group for kind in graph.kinds if kind.moves in ("send", "recv")}
     forward = {(a, b) for a, b in pairs if a < b and (b, a) in pairs}
-    heads = {a for a, _ in forward} - {b for _, b in forward}
-    if heads:
-        stages = 1 + len(forward) // len(heads)
+    if heads := {a for a, _ in forward} - {b for _, b in forward}:
         sent = parts_of(graph, lambda kind: kind.moves == "send" and kind.group[0] == min(heads))
-        batches = max(1, round(int(sent.sum()) / steps))
-        ratio = predicted("zb-h2", stages, batches) / predicted("1f1b", stages, batches)
-        yield Advice(name := "a pipeline without bubbles", WRITE[name], graph.measured.step * ratio)
+        shape = 1 + len(forward) // len(heads), max(1, round(int(sent.sum()) / steps))
+        seconds = graph.measured.step * predicted("zb-h2", *shape) / predicted("1f1b", *shape)
+        yield Advice("a pipeline without bubbles", 'schedule="zb-h2", if it is 1f1b now', seconds)

@@ -8,13 +8,15 @@ follows from those of its parts, however many ranks have them. What a rank has o
     all   the whole result                rows     a run of its rows
     rank  something of its own            columns  a run of its columns: then h is that of the columns, one by one
 
-`Digests` takes the place of a report.
+`Digests` has the methods of `fompi.runtime.report.Report`, in whose place it is. Calls run in Python then.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,8 @@ import numpy as np
 
 from fompi.mpi.transport import world
 from fompi.plans.meaning import MEANING
-from fompi.runtime.program import FinishedCall
-from fompi.runtime.steps import Notes
+from fompi.runtime.program import Run
+from fompi.runtime.steps import Steps
 
 Array = np.ndarray[Any, Any]
 
@@ -80,22 +82,36 @@ def shape_of(problem: Any, name: str) -> str:
     return "columns" if name.startswith("y") and problem.weights else "all"
 
 
+class Notes:
+    """What stands in the place of the report of a process, and measures nothing. `folder` gets a file of each rank."""
+
+    def __init__(self, folder: str):
+        self.folder, self.process, (self.rank, self.size) = folder, os.getpid(), world()
+        self.steps, self.updates = Steps(), defaultdict[int, Steps](Steps)
+
+    def mark(self, *_: object) -> None:
+        """A step ends."""
+
+    def measured(self, *_: object) -> None:
+        """Times of kernels do not matter here."""
+
+    settle = settle_all = measured  # there are no baselines
+
+
 class Digests(Notes):
     """The digests of this process, one line for each result in FOLDER/rank-R.jsonl."""
 
     def __init__(self, folder: str):
-        super().__init__()
-        self.rank, _ = world()
-        self.process = os.getpid()
+        super().__init__(folder)
         Path(folder).mkdir(parents=True, exist_ok=True)
         self.file = (Path(folder) / f"rank-{self.rank}.jsonl").open("w")
 
-    def note(self, call: FinishedCall) -> None:
-        run = call.run
+    def note(self, run: Run, *_: object, outputs: Mapping[str, Any]) -> None:
+        """A call has finished on this rank, with these results."""
         if run.error is not None or os.getpid() != self.process:
             return
         problem, members = run.compiled.plan.problem, run.comm.link.world_ranks
-        for name, array in call.outputs().items():
+        for name, array in outputs.items():
             held, array = shape_of(problem, name), array if isinstance(array, np.ndarray) else array.get()
             if held == "columns":
                 array = np.moveaxis(array, -1, 0)
@@ -116,5 +132,6 @@ class Digests(Notes):
         self.file.flush()
 
     def finish(self) -> None:
+        """The program ends."""
         if os.getpid() == self.process:
             self.file.close()

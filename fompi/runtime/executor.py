@@ -37,7 +37,7 @@ from fompi.runtime.native_run import (
     seconds_in_c,
     taken_over,
 )
-from fompi.runtime.program import FinishedCall, Run, enter
+from fompi.runtime.program import Run, enter
 from fompi.tensors import dlpack
 from fompi.tensors.dlpack import Tensor, has_moved
 from fompi.traces.drift import Drift
@@ -506,8 +506,9 @@ class Executor(BoundPlan):
         Raises the error that ended the call on this rank, PeerError if another rank failed first, and WaitTimeout
         after `timeout` seconds (the call goes on).
         """
-        if self.comm.engine.report is not None and (begun := self._run or self._in_c_at) is not None:
-            self.comm.engine.report.awaited(self.comm, begun[0] if isinstance(begun, tuple) else begun.stamp)
+        if self.comm.engine.recorder is not None:
+            stamp, _ = self._in_c_at or (0, 0)
+            self.comm.engine.recorder.awaited(self.comm, stamp if self._run is None else self._run.stamp)
         if self._run is None and self._in_c_at is not None:
             return self._results_in_c()
         first = self._current()
@@ -563,15 +564,12 @@ class Executor(BoundPlan):
                 self._call = None
 
     def _note(self, recording: list[Trace] | None, run: Run, extents: Extents) -> None:
+        trace, report = functools.partial(run.trace, extents), self.comm.engine.report
         if recording is not None:
-            recording.append(run.trace(extents))
-        if self.comm.engine.report is not None:
-            trace = functools.partial(run.trace, extents)
-            given = run, extents, self.backend, trace, self._arrays_out, self.kernels, self._returned_at
-            self.comm.engine.report.note(FinishedCall(*given))
-
-    def _arrays_out(self) -> dict[str, Any]:
-        return {b.name: self._output(i)[0] for i, b in enumerate(self.compiled.outputs)}
+            recording.append(trace())
+        if report is not None:
+            outputs = {b.name: self._output(i)[0] for i, b in enumerate(self.compiled.outputs)}
+            report.note(run, trace, extents, self.backend, self.kernels, self._returned_at, outputs=outputs)
 
     def _note_time(self, run: Run, is_whole: bool | None = None) -> None:
         """Note the time of a call. `is_whole` is what it was when the call ended, if that was earlier."""

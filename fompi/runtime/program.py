@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 from fompi.backends.base import Token
 from fompi.base.errors import PeerError, StateError, in_words
@@ -307,20 +307,3 @@ class Run(Dispatch):
                 moved += nbytes(shapes[buffer], dtype) if rows is None else rows * width
             events.append(Event(rank, track(op), i, str(op), self.begun[i], self.ended[i], moved))
         return Trace("measured", self.title, tuple(events), progress=self.comm.engine.progress_mode)
-
-
-class FinishedCall(NamedTuple):
-    """A call that has finished on this rank, for what notes calls (`fompi.runtime.steps.Notes`).
-
-    `kernels` are those of the user, `returned_at` is when `start()` returned to the program (None: it waited), `agreed`
-    when the agreement began and ended and which rank was last. `trace()` and `outputs()` are made only if asked for.
-    """
-
-    run: Run
-    extents: Extents
-    backend: Any
-    trace: Callable[[], Trace]
-    outputs: Callable[[], Mapping[str, Any]]
-    kernels: Mapping[str, Callable[..., object]] | None = None
-    returned_at: float | None = None
-    agreed: tuple[float, float, int] | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping
 from math import nan
 from time import perf_counter
@@ -16,14 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from fompi.base.layout import nbytes
+from fompi.base.layout import Extents, nbytes
 from fompi.base.log import log
 from fompi.engine.communicator import Communicator
-from fompi.mpi.transport import world
 from fompi.runtime.compiled import COMPUTE
-from fompi.runtime.program import FinishedCall
-from fompi.runtime.steps import Notes, Steps
-from fompi.traces.record import CALL, MOST_CALLS, CallKind, RankRecord
+from fompi.runtime.digest import Notes
+from fompi.runtime.program import Run
+from fompi.traces.record import CALL, MOST_CALLS, STEP, CallKind, RankRecord
 
 MOST_OPEN = 1024
 """Of this many finished calls, the newest, it is noted when the program begins to wait for them."""
@@ -33,35 +32,32 @@ BEGIN, BACK, WAIT, END = 3, 4, 5, 6
 
 
 class Recorder(Notes):
-    """The record of this process. `folder` gets rank-R.npz."""
+    """The record of this process. Thread-safe: the engine is locked when it notes a call."""
 
     def __init__(self, folder: str):
-        super().__init__()
-        self.folder, self.process, (self.rank, self.size) = folder, os.getpid(), world()
+        super().__init__(folder)
         self.kinds: dict[CallKind, int] = {}
         self.known: dict[Hashable, tuple[int, list[int]]] = {}  # the number of a kind, and its ops that are products
         self.calls: deque[list[Any]] = deque(maxlen=MOST_CALLS)
-        self.numbers: Counter[Hashable] = Counter()  # of messages and calls of the library, on each channel
+        self.numbers: Counter[Hashable] = Counter()  # of steps, messages and calls of the library, on each channel
         self.open: dict[tuple[Any, int], list[Any]] = {}  # finished calls for which nobody has waited yet
         self.asked: dict[tuple[Any, int], float] = {}  # when the program began to wait for calls that are in flight
-        self.marks: defaultdict[Steps, deque[float]] = defaultdict(lambda: deque(maxlen=MOST_CALLS))
-        self.noted, self.marked, self.watches = 0, Counter[Steps](), False
+        self.watched: type | None = None
 
-    def note(self, call: FinishedCall) -> None:
-        run = call.run
+    def note(self, run: Run, _: object, extents: Extents, *given: Any, outputs: object) -> None:
+        """A call has finished on this rank."""
         if run.error is not None:
             return
-        key = run.comm, run.compiled, call.extents
-        kind, products = self.known.get(key) or self._kind(key, call)
-        begun, late = run.started, -1
-        if call.agreed is not None:
-            begun, _, last = call.agreed
-            late = run.comm.link.world_ranks[last]
+        key, ranks = (run.comm, run.compiled, extents), run.comm.link.world_ranks
+        kind, products = self.known.get(key) or self._kind(key, run, extents)
+        begun, _, last = run.agreed or (run.started, 0.0, None)
         inside = sum([run.ended[i] - run.begun[i] for i in products])
-        back = begun if call.returned_at is None else call.returned_at
-        self._add(run.comm, run.stamp, [kind, late, run.stamp, begun, back, nan, run.moved_at, inside])
+        *_, returned_at = given
+        times = begun, begun if returned_at is None else returned_at, nan, run.moved_at
+        self._add(run.comm, run.stamp, [kind, -1 if last is None else ranks[last], run.stamp, *times, inside])
 
     def note_message(self, comm: Communicator, message: Any) -> None:
+        """A message is through."""
         word, ends = "send", (comm.rank, message.peer)
         if message.verb == "send":  # the peer does
             word, ends = "recv", ends[::-1]
@@ -70,14 +66,13 @@ class Recorder(Notes):
         self._add_kind(comm, message.stamp, kind, (begun, message.returned_at or begun, nan, message.ended))
 
     def watch_library(self, comm: type, names: Mapping[str, str]) -> None:
-        for name, moves in names.items() if not self.watches else ():
+        """From now on the collectives of `fompi.mpi.Comm` are noted if the MPI library carries them out."""
+        for name, moves in names.items() if self.watched is None else ():
             for word in (name, f"I{name.lower()}"):
                 setattr(comm, word, self._timed(word, moves, getattr(comm, word)))
-        self.watches = True
+        self.watched = comm
 
     def _timed(self, word: str, moves: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A collective of `fompi.mpi.Comm`, noted if it is the MPI library that carries it out."""
-
         def call(comm: Any, *args: Any, **options: Any) -> Any:
             own = comm.communicator
             begun, before = perf_counter(), own.channel.in_library[0]
@@ -92,6 +87,7 @@ class Recorder(Notes):
         return call
 
     def awaited(self, comm: Communicator, stamp: int) -> None:
+        """The program waits for this call, or message, from now on."""
         row = self.open.pop((comm, stamp), None)
         if row is None:
             self.asked.setdefault((comm, stamp), perf_counter())
@@ -106,44 +102,44 @@ class Recorder(Notes):
             if len(self.open) > MOST_OPEN:
                 del self.open[next(iter(self.open))]
         self.calls.append(row)
-        self.noted += 1
 
     def _add_kind(self, comm: Communicator, stamp: int, kind: CallKind, times: tuple[float, ...]) -> None:
         """Add a call that has no plan: a message, or a collective of the MPI library."""
-        where = kind.channel, kind.group
-        self.numbers[where] += 1
+        self.numbers[kind.channel, kind.group] += 1
         number = self.kinds.setdefault(kind, len(self.kinds))
-        self._add(comm, stamp, [number, -1, self.numbers[where], *times, 0.0])
+        self._add(comm, stamp, [number, -1, self.numbers[kind.channel, kind.group], *times, 0.0])
 
-    def _kind(self, key: Hashable, call: FinishedCall) -> tuple[int, list[int]]:
+    def _kind(self, key: Hashable, run: Run, extents: Extents) -> tuple[int, list[int]]:
         """A new kind of calls."""
-        compiled, comm, plan = call.run.compiled, call.run.comm, call.run.compiled.plan
-        problem, shapes = plan.problem, compiled.sized(call.extents).shapes
+        compiled, problem, shapes = run.compiled, run.compiled.plan.problem, run.compiled.sized(extents).shapes
         inputs = [buffer for buffer in compiled.program.buffers if buffer.is_input]
         texts = [f"{buffer.name}[{', '.join(map(str, shapes[buffer.name]))}]" for buffer in inputs]
         moving = sum(nbytes(shapes[buffer.name], buffer.dtype) for buffer in inputs if buffer.axis != "whole")
-        where = _label(comm), tuple(comm.link.world_ranks), moving, problem.dtype
-        how = f"{problem.dtype} {', '.join(texts)}", problem.wire, plan.schedule
+        where = _label(run.comm), tuple(run.comm.link.world_ranks), moving, problem.dtype
+        how = f"{problem.dtype} {', '.join(texts)}", problem.wire, compiled.plan.schedule
         kind = CallKind(problem.operation, problem.moves, *where, *how)
         products = [i for i, what in enumerate(compiled.kinds) if what == COMPUTE and not compiled.merges[i]]
         self.known[key] = found = self.kinds.setdefault(kind, len(self.kinds)), products
         return found
 
-    def mark(self, steps: Steps, tokens: float = 0.0, flops: float = 0.0) -> None:
-        self.marks[steps].append(perf_counter())
-        self.marked[steps] += 1
+    def mark(self, *marked: object) -> None:
+        steps, *_ = marked
+        now = perf_counter()
+        self.calls.append([STEP, id(steps), self.numbers[id(steps)], now, now, now, now, 0.0])
+        self.numbers[id(steps)] += 1
 
     def finish(self) -> None:
+        """The program has ended: write the file."""
         if os.getpid() != self.process:
             return
-        calls = np.array([tuple(row) for row in self.calls], CALL)
+        owners = {id(steps): self.numbers[id(steps)] for steps in self.updates.values()}
+        own = id(self.steps)  # without marks: those of the optimizer that has made most of them
+        own = own if own in self.numbers else max(owners, key=owners.__getitem__, default=own)
+        rows = [(*row[:1], -1, *row[2:]) if row[1] == own else tuple(row) for row in self.calls]
+        calls = np.array([row for row in rows if row[0] != STEP or row[1] == -1], CALL)
         calls["wait"] = np.where(calls["back"] > calls["begin"], calls["wait"], calls["begin"])
-        own = self.steps  # without marks: those of the optimizer that has made most of them
-        own = own if own in self.marks else max(self.marked, key=self.marked.__getitem__, default=own)
-        marks, names = np.array(self.marks[own], float), (self.rank, self.size, socket.gethostname())
-        counts = self.marked[own] - len(marks), self.noted - len(calls)
         try:
-            RankRecord(*names, tuple(self.kinds), calls, marks, *counts).save(self.folder)
+            RankRecord(self.rank, self.size, socket.gethostname(), tuple(self.kinds), calls).save(self.folder)
         except OSError as error:
             log.warning("rank %d cannot write its record to %s: %s", self.rank, self.folder, error)
 

@@ -18,7 +18,7 @@ import json
 import os
 import socket
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
@@ -45,11 +45,11 @@ from fompi.plans.plan import Plan
 from fompi.runtime.alignment import read_clocks
 from fompi.runtime.baselines import compute_alone, messages_alone
 from fompi.runtime.compiled import Compiled
-from fompi.runtime.digest import VARIABLE, Digests
-from fompi.runtime.program import FinishedCall, Run
+from fompi.runtime.digest import VARIABLE, Digests, Notes
+from fompi.runtime.program import Run
 from fompi.runtime.recorder import Recorder
 from fompi.runtime.report_text import full_text, overlap_warnings, short_text, text
-from fompi.runtime.steps import Notes, Steps
+from fompi.runtime.steps import Steps
 from fompi.traces import clocks
 from fompi.traces.proof import NOT_OVERLAPPING, Proof, RankDependencies, Wait, prove, total
 from fompi.traces.trace import Interval, Trace, merge
@@ -194,18 +194,19 @@ def lower_quartile(values: Sequence[float] | np.ndarray) -> float:
     return percentile(values, 0.25)
 
 
-class Report(Notes):
+class Report:
     """The notes of this process. `target` is the value of FOMPI_REPORT: "1", "short", "full", or a `.json` file.
 
     Raises LaunchError if it is another text, or if the file cannot be written.
     """
 
     def __init__(self, target: str):
-        super().__init__()
         environment.check("FOMPI_REPORT", target)
         self.target, self.process = target, os.getpid()
         self.rank, self.size = world()
         self.operations: dict[object, Calls] = {}
+        self.steps = Steps()  # those that the program marks
+        self.updates: defaultdict[int, Steps] = defaultdict(Steps)  # those that each optimizer ends, by its id
         self.waited = 0.0  # seconds in which the program has waited for calls, until the last one that was noted
         self.traces: deque[Trace] = deque(maxlen=MOST_TRACED if self.is_file else 0)
         self.clocks: dict[int, clocks.Clock] = {}  # on rank 0: the clock of each rank, if the ranks have compared them
@@ -215,8 +216,17 @@ class Report(Notes):
     def is_file(self) -> bool:
         return self.target.endswith(".json")
 
-    def note(self, call: FinishedCall) -> None:
-        run, extents, backend, kernels = call.run, call.extents, call.backend, call.kernels
+    def note(
+        self,
+        run: Run,
+        trace: Callable[[], Trace],
+        extents: Extents,
+        backend: Backend,
+        kernels: Kernels | None = None,
+        returned_at: float | None = None,
+        outputs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """A call has finished on this rank. `returned_at` is when `start()` returned to the program, or None."""
         if run.error is not None:
             return
         plan, self.waited = run.compiled.plan, run.comm.engine.waits.total
@@ -227,12 +237,13 @@ class Report(Notes):
         operation = self.operations.get((same, rows))
         if operation is None:
             operation = self.operations[same, rows] = Calls(run, rows, backend, kernels)
-        trace = call.trace()
-        operation.note(trace, run.elsewhere(call.returned_at))
+        taken = trace()
+        operation.note(taken, run.elsewhere(returned_at))
         if self.is_file:
-            self.traces.append(replace(trace, events=tuple(e._replace(rank=self.rank) for e in trace.events)))
+            self.traces.append(replace(taken, events=tuple(e._replace(rank=self.rank) for e in taken.events)))
 
     def mark(self, steps: Steps, tokens: float = 0.0, flops: float = 0.0) -> None:
+        """A step ends now. `steps` are those of this report to which it belongs."""
         calls = {key: operation.calls for key, operation in list(self.operations.items())}
         steps.mark(perf_counter(), calls, tokens, flops)
 
@@ -249,6 +260,7 @@ class Report(Notes):
         return {**{name: getattr(steps, name) for name in names}, "p50": p50, "p99": p99, "calls": calls}
 
     def measured(self, compiled: Compiled, extents: Extents, seconds: float) -> None:
+        """The program has measured the kernels of this operation alone (`Executor.compute_seconds`)."""
         for operation in list(self.operations.values()):  # other threads note calls meanwhile
             if operation.compiled is compiled and operation.extents == extents:
                 operation.compute_alone = seconds
@@ -327,7 +339,7 @@ class Report(Notes):
         return replace(whole, title=title, hosts=tuple(hosts) if len(hosts) == self.size else ())
 
 
-_OF_PROCESS: list[Notes] = []
+_OF_PROCESS: list[Report | Recorder] = []
 """The report or the record of this process, once there is one."""
 
 
@@ -342,8 +354,7 @@ def mark_step(tokens: float | None = None, flops: float | None = None) -> None:
     ranks together, as tokens, rows or samples. `flops`: its floating-point operations, of all ranks together; by
     default those of the products that fompi carries out. Without marks, a `DataParallel.step`, a
     call of a `TrainingStep`, or the `step` of an optimizer of PyTorch ends a step.
-    It sends nothing, and does nothing without FOMPI_REPORT or FOMPI_RECORD.
-    Raises ArgumentError for what is no number, or negative.
+    It sends nothing, and does nothing without these. Raises ArgumentError for what is no number, or negative.
     """
     for name, number in (("tokens", tokens), ("flops", flops)):
         if number is not None and not (isinstance(number, Real) and 0 <= number < inf):
@@ -358,7 +369,7 @@ def mark_update(owner: int) -> None:
         report.mark(report.updates[owner])
 
 
-def of_environment() -> Notes | None:
+def of_environment() -> Report | Notes | None:
     """The digests of FOMPI_DIGEST, the record of FOMPI_RECORD, the report that FOMPI_REPORT asks for, or None."""
     if folder := environment.value(VARIABLE):
         return Digests(folder)

@@ -3,7 +3,7 @@
     ranks = load("run/")            # what a job with FOMPI_RECORD=run/ has written
     ranks[0].calls["end"]           # in seconds, by the clock of the host
 
-Each rank writes FOLDER/rank-R.npz: its calls and the ends of its steps as arrays, the rest in words (JSON).
+Each rank writes FOLDER/rank-R.npz: its calls as an array, the rest in words (JSON).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fompi.base.errors import LayoutError
 
 Array = np.ndarray[Any, Any]
 
-TIMES = ("begin", "back", "wait", "end")
-CALL = np.dtype([("kind", "i4"), ("late", "i4"), ("number", "i8"), *((name, "f8") for name in (*TIMES, "inside"))])
+TIMES = ("begin", "back", "wait", "end", "inside")
+CALL = np.dtype([("kind", "i4"), ("late", "i4"), ("number", "i8"), *((name, "f8") for name in TIMES)])
 """A call of a rank. `kind` is its place among the kinds of the rank, `number` the same on all ranks of the call.
 
 It begins at `begin`; the program goes on at `back`, waits from `wait` on (NaN: nobody knows), and it is over at `end`.
@@ -30,7 +30,10 @@ If the program calls and waits in one step, `back` and `wait` are `begin`. Kerne
 """
 
 MOST_CALLS = 1 << 16
-"""A rank keeps this many calls, the newest: 4 MB."""
+"""A rank keeps this many calls and ends of steps, the newest: 4 MB."""
+
+STEP = -1
+"""The kind of what is no call, but the end of the step `number`."""
 
 
 @dataclass(frozen=True)
@@ -57,28 +60,22 @@ class CallKind:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank has recorded. `marks` are the times at which steps ended; the first of them has the number `first`.
-
-    `dropped` calls were older than those that are kept.
-    """
+    """What one rank has recorded: its calls, and the ends of its steps among them."""
 
     rank: int
     size: int
     host: str
     kinds: tuple[CallKind, ...]
     calls: Array
-    marks: Array
-    first: int = 0
-    dropped: int = 0
 
     def save(self, folder: str | Path) -> None:
         """Write FOLDER/rank-R.npz."""
         everyone = tuple(range(self.size))
         kinds = [vars(kind) | {"group": () if kind.group == everyone else kind.group} for kind in self.kinds]
-        words = vars(self) | {"kinds": kinds, "calls": None, "marks": None}
+        words = vars(self) | {"kinds": kinds, "calls": None}
         text = np.frombuffer(json.dumps(words).encode(), np.uint8)
         Path(folder).mkdir(parents=True, exist_ok=True)
-        np.savez(Path(folder) / f"rank-{self.rank}.npz", calls=self.calls, marks=self.marks, words=text)
+        np.savez(Path(folder) / f"rank-{self.rank}.npz", calls=self.calls, words=text)
 
 
 def load(folder: str | Path) -> tuple[RankRecord, ...]:
@@ -92,10 +89,10 @@ def load(folder: str | Path) -> tuple[RankRecord, ...]:
 def _load(path: Path) -> RankRecord:
     try:
         with np.load(path, allow_pickle=False) as data:
-            words = json.loads(data["words"].tobytes()) | {"calls": data["calls"], "marks": data["marks"]}
+            words = json.loads(data["words"].tobytes()) | {"calls": data["calls"]}
         everyone, calls = tuple(range(words["size"])), words["calls"]
         kinds = tuple(CallKind(**{**kind, "group": tuple(kind["group"]) or everyone}) for kind in words["kinds"])
-        if calls.dtype != CALL or (len(calls) and not 0 <= calls["kind"].min() <= calls["kind"].max() < len(kinds)):
+        if calls.dtype != CALL or (len(calls) and not STEP <= calls["kind"].min() <= calls["kind"].max() < len(kinds)):
             raise ValueError("its calls have no kind")
         return RankRecord(**{**words, "kinds": kinds})
     except (OSError, ValueError, LookupError, TypeError, AttributeError, zipfile.BadZipFile) as error:
