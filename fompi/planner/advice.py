@@ -18,19 +18,18 @@ import numpy as np
 
 from fompi.base.layout import itemsize
 from fompi.base.wires import WIRES
-from fompi.model.pipeline import predicted
 from fompi.model.replay import BEGIN, NOTHING, WAIT, Array, Graph
 from fompi.planner.outer import smallest
 from fompi.traces.record import CallKind
 
-WORTH, LATE, SLOW = 0.01, 1.15, 1.5
-"""An advice gains at least this share of a step. A rank is late, or a link slow, at this many times the median."""
-
-SMALL_NBYTES, OFTEN, WIRED = 1 << 12, 4, ("float32", "bfloat16", "float16")
-"""A call of at most this many bytes shows the latency. Two micro-batches are tried from this many calls a step on.
-Elements of these types may travel as int8."""
+WORTH, LATE, SLOW, SMALL_NBYTES, OFTEN, WIRED = 0.01, 1.15, 1.5, 1 << 12, 4, ("float32", "bfloat16", "float16")
+"""An advice gains at least this share of a step. A rank is late, or a link slow, at this many times the median. A call
+of at most this many bytes shows the latency. Two micro-batches are tried from this many calls a step on. Elements of
+these types may travel as int8.
+"""
 
 Change = tuple[str, str, Graph]
+"""What is changed, what to write for it, and the graph with it."""
 
 
 class Advice(NamedTuple):
@@ -47,8 +46,7 @@ def advise(graph: Graph, hosts: Sequence[str]) -> list[Advice]:
     found = [Advice(what, write, changed.run().step, True) for what, write, changed in faults(graph, hosts)]
     found += [Advice(what, write, changed.run().step) for what, write, changed in changes(graph, hosts)]
     most = (1 - WORTH) * graph.run().step
-    found = [each for each in (*found, *other_plans(graph, len(hosts))) if each.seconds < most]
-    return sorted(found, key=lambda each: (not each.is_fault, each.seconds))
+    return sorted((each for each in found if each.seconds < most), key=lambda each: (not each.is_fault, each.seconds))
 
 
 # ------------------------------------------------------------------------------------------------- transformations
@@ -112,15 +110,6 @@ def merged(graph: Graph, parts: Array) -> Graph:
     return replace(graph, what=what, part=part, service=service)
 
 
-def cut(graph: Graph, parts: Array) -> Graph:
-    """Each of these calls becomes two, of which the first begins earlier: half of what comes before is ready then."""
-    gap, begin = graph.gap.copy(), events_of(graph)[0][parts]
-    earlier = np.minimum(gap[begin], graph.service[parts]) / 2
-    gap[begin] -= earlier
-    gap[begin + 1] += earlier
-    return replace(graph, gap=gap)
-
-
 # ----------------------------------------------------------------------------------------------------- what to try
 
 
@@ -155,13 +144,6 @@ def changes(graph: Graph, hosts: Sequence[str]) -> Iterator[Change]:
     own = np.bincount(graph.rank, graph.gap)
     shared = replace(graph, gap=graph.gap * (own.mean() / np.maximum(own, 1e-9))[graph.rank])
     yield "balanced shares", "fompi.balance(machine, model)", shared
-    within = parts_of(graph, lambda kind: len({hosts[rank] for rank in kind.group}) == 1)
-    seconds, nbytes = moving(graph), np.array([kind.nbytes for kind in graph.kinds])[graph.kind]
-    near, far = (np.array([seconds[of].sum(), nbytes[of].sum()]) for of in (within, everything & ~within))
-    if 0 < near[1] < far[1] and near[0] > 0:
-        rate = near[0] / near[1] / far[0] * far[1]
-        swapped = faster(graph, everything, np.where(within, 1 / rate, rate))
-        yield "axes in another order", "what moves most on one host: fompi layout", swapped
     at_once = everything & (graph.measured.came[begin] == graph.measured.came[wait]) & (wait > begin)
     at_once &= parts_of(graph, lambda kind: "mat" not in kind.operation)
     gathers = at_once & parts_of(graph, lambda kind: kind.moves == "all_gather")
@@ -177,7 +159,6 @@ def changes(graph: Graph, hosts: Sequence[str]) -> Iterator[Change]:
         yield "two micro-batches at a time", "fompi.interleave(f, g)", hidden(graph, gathers | sums, 0.5, 0.5)
     started = (wait > begin) & ~at_once & parts_of(graph, lambda kind: kind.moves == "all_reduce")
     yield "buckets twice as large", "DistributedDataParallel(bucket_cap_mb=...)", merged(graph, started)
-    yield "buckets half as large", "DistributedDataParallel(bucket_cap_mb=...)", cut(graph, started)
     again, scattered = ~everything, {kind.channel for kind in graph.kinds if kind.moves == "reduce_scatter"}
     for number, kind in enumerate(graph.kinds):
         calls = np.unique(graph.call[graph.kind == number])
@@ -185,24 +166,9 @@ def changes(graph: Graph, hosts: Sequence[str]) -> Iterator[Change]:
             again = again | np.isin(graph.call, calls.reshape(steps, 2, -1)[:, 1])
     kept = "fully_shard(reshard_after_forward=False), zero=2"
     yield "parameters kept after the forward", kept, without(graph, again & everything)
-
-
-def other_plans(graph: Graph, size: int) -> Iterator[Advice]:
-    """Outer steps, and another schedule of a pipeline, by their formulas."""
-    steps, large = (
-        len(graph.measured.steps),
-        parts_of(graph, lambda k: k.nbytes > SMALL_NBYTES and len(k.group) == size),
-    )
-    sums = large & parts_of(graph, lambda kind: kind.moves == "all_reduce")
-    if sums.any():
-        alone, exchange = without(graph, sums).run().step, float(graph.service[sums].sum()) / size / steps
-        period = smallest(max(alone, 1e-9), [exchange / fragments for fragments in range(1, 9)])
-        write = "fompi.OuterSchedule(sync_every={}, delay={}, fragments={})".format(*period)
-        yield Advice("outer steps, if islands may differ for a while", write, alone)
-    pairs = {kind.group for kind in graph.kinds if kind.moves in ("send", "recv")}
-    forward = {(a, b) for a, b in pairs if a < b and (b, a) in pairs}
-    if heads := {a for a, _ in forward} - {b for _, b in forward}:
-        sent = parts_of(graph, lambda kind: kind.moves == "send" and kind.group[0] == min(heads))
-        shape = 1 + len(forward) // len(heads), max(1, round(int(sent.sum()) / steps))
-        seconds = graph.measured.step * predicted("zb-h2", *shape) / predicted("1f1b", *shape)
-        yield Advice("a pipeline without bubbles", 'schedule="zb-h2", if it is 1f1b now', seconds)
+    world = parts_of(graph, lambda kind: len(kind.group) == len(hosts) and kind.nbytes > SMALL_NBYTES)
+    world &= parts_of(graph, lambda kind: kind.moves == "all_reduce")
+    alone, exchange = without(graph, world), float(graph.service[world].sum()) / len(hosts) / steps
+    period = smallest(max(alone.run().step, 1e-9), [exchange / fragments for fragments in range(1, 9)])
+    write = "fompi.OuterSchedule(sync_every={}, delay={}, fragments={})".format(*period)
+    yield "outer steps, if islands may differ for a while", write, alone

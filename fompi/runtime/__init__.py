@@ -12,7 +12,7 @@
 - `baselines`: the time of the kernels alone and of the messages alone, and the proof of a call.
 - `alignment`: the traces of all ranks on one clock.
 - `report`: what overlap gained in a job (FOMPI_REPORT), and in its `steps`; `report_text`: the same as text.
-- `digest`: digests of results in its place (FOMPI_DIGEST).
+- `digest`, `recorder`: digests of results, or a record of the calls, in its place (FOMPI_DIGEST, FOMPI_RECORD).
 
 This room may import `base`, `plans`, `traces`, `model`, `tensors`, `backends`, `mpi`, `native` and `engine`. It must
 not import `schedules` or `planner`: it carries plans out, and does not know how they are written or chosen.

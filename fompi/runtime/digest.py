@@ -89,7 +89,7 @@ class Notes:
         self.folder, self.process, (self.rank, self.size) = folder, os.getpid(), world()
         self.steps, self.updates = Steps(), defaultdict[int, Steps](Steps)
 
-    def mark(self, *_: object) -> None:
+    def mark(self, steps: object, *_: object) -> None:
         """A step ends."""
 
     def measured(self, *_: object) -> None:

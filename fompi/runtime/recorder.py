@@ -122,8 +122,7 @@ class Recorder(Notes):
         self.known[key] = found = self.kinds.setdefault(kind, len(self.kinds)), products
         return found
 
-    def mark(self, *marked: object) -> None:
-        steps, *_ = marked
+    def mark(self, steps: object, *_: object) -> None:
         now = perf_counter()
         self.calls.append([STEP, id(steps), self.numbers[id(steps)], now, now, now, now, 0.0])
         self.numbers[id(steps)] += 1
@@ -135,8 +134,12 @@ class Recorder(Notes):
         owners = {id(steps): self.numbers[id(steps)] for steps in self.updates.values()}
         own = id(self.steps)  # without marks: those of the optimizer that has made most of them
         own = own if own in self.numbers else max(owners, key=owners.__getitem__, default=own)
-        rows = [(*row[:1], -1, *row[2:]) if row[1] == own else tuple(row) for row in self.calls]
-        calls = np.array([row for row in rows if row[0] != STEP or row[1] == -1], CALL)
+        rows = [
+            (*row[:1], -1, *row[2:]) if row[0] == STEP else tuple(row)
+            for row in self.calls
+            if row[0] != STEP or row[1] == own
+        ]
+        calls = np.array(rows, CALL)
         calls["wait"] = np.where(calls["back"] > calls["begin"], calls["wait"], calls["begin"])
         try:
             RankRecord(self.rank, self.size, socket.gethostname(), tuple(self.kinds), calls).save(self.folder)
