@@ -135,7 +135,7 @@ def _parse(
     if command is not None:
         module = import_module(command.module)
         module.add_arguments(parsers[arguments[0]])
-        parsers[arguments[0]].epilog = f"for example: {module.EXAMPLE.format(program())}"
+        parsers[arguments[0]].epilog = f"for example: {module.EXAMPLE.format(program(), command=arguments[0])}"
     words: list[str] = []
     if command is not None and command.runs_program and "--" in arguments:
         cut = arguments.index("--")

@@ -14,7 +14,7 @@ from fompi.planner.advice import advise
 from fompi.traces.record import load
 from fompi.traces.trace import merge
 
-EXAMPLE = "{} advise run/    # FOMPI_RECORD=run/ mpirun -n 4 python train.py has written it"
+EXAMPLE = "{} {command} run/    # FOMPI_RECORD=run/ mpirun -n 4 python train.py has written it"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -53,7 +53,9 @@ def recorded(mpirun, tmp_path):
         (tmp_path / "program.py").write_text(textwrap.dedent(program))
         words = [f"import os; os.environ['FOMPI_RECORD'] = {str(tmp_path / 'run')!r}"]
         words += [f"import runpy, sys; sys.argv = ['x', {str(tmp_path / 'program.py')!r}]"]
-        words += [f"runpy.run_module({module[0]!r}, run_name='__main__')"] if module else ["runpy.run_path(sys.argv[1])"]
+        words += (
+            [f"runpy.run_module({module[0]!r}, run_name='__main__')"] if module else ["runpy.run_path(sys.argv[1])"]
+        )
         done = mpirun(2, "-c", "; ".join(words), seconds=50)
         assert done.returncode == 0, done.output
         return load(tmp_path / "run")
