@@ -1,4 +1,4 @@
-"""FOMPI_RECORD on programs that run: torch's DistributedDataParallel, mpi4py, fompi's own calls; replayed afterwards."""
+"""FOMPI_RECORD on programs that run, of torch's DistributedDataParallel and of mpi4py; replayed afterwards."""
 
 from __future__ import annotations
 
