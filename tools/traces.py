@@ -202,7 +202,8 @@ def to_chakra(records: Sequence[RankRecord], out: Path) -> None:
 def moves_of(name: str) -> str:
     """A collective of torch in words of fompi."""
     words = re.sub(r"[^a-z]", "", name.lower().removeprefix("nccl:").removeprefix("gloo:"))
-    return next((each for each in (*COLLECTIVES[::-1], "send", "recv") if each.replace("_", "") in words), name)
+    known = sorted((*COLLECTIVES, "send", "recv"), key=len, reverse=True)  # all_reduce before reduce
+    return next((each for each in known if each.replace("_", "") in words), name)
 
 
 def of_kineto(path: Path) -> ForeignTrace:
@@ -222,7 +223,14 @@ def of_kineto(path: Path) -> ForeignTrace:
         end = begin + 1e-6 * float(each.get("dur", 0))
         if str(each["name"]).startswith("ProfilerStep#") and each.get("cat") != "gpu_user_annotation":
             steps += [begin] * (not steps) + [end]
-        elif (each.get("cat") == "kernel") != on_device:
+        elif not on_device and str(each["name"]).startswith("gloo:"):
+            dims, types = (args.get(name) or [[0]] for name in ("Input Dims", "Input type"))
+            nbytes = sum(
+                int(np.prod(dim)) * SIZES.get(str(of).capitalize(), 4) for dim, of in zip(dims, types, strict=False)
+            )
+            moves, dtype = moves_of(each["name"]), DTYPES.get(str(types[0]).capitalize(), "")
+            calls.append(Call(moves, "gloo", (), nbytes, begin, end, dtype))
+        elif (each.get("cat") == "kernel") != on_device or str(each["name"]).startswith("c10d::"):
             continue
         elif "Collective name" in args:
             ranks = re.findall(r"\d+", str(args.get("Process Group Ranks", "")))

@@ -97,7 +97,7 @@ class Graph:
         came = np.concatenate([begins, waits[awaited], steps])
         ended = np.concatenate([begins, np.maximum(waits, ends)[awaited], steps])
         part = np.concatenate([np.arange(len(ranks)), np.flatnonzero(awaited), np.zeros(len(steps), int)])
-        order = np.lexsort((what, came, rank))
+        order = np.lexsort((what, ended, came, rank))
         rank, what, came, ended, part = (values[order] for values in (rank, what, came, ended, part))
         first = np.searchsorted(rank, np.arange(len(windows) + 1))
         apart = rank * (ended.max() - came.min())  # so that the latest end until now is one of this rank
