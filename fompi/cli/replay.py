@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from typing import Any
 
 from fompi.base.tables import Table
 from fompi.cli import plan
-from fompi.cli.output import check_writable, show_parts
+from fompi.cli.output import show_parts
 from fompi.model.replay import Graph
 from fompi.planner.advice import advise
 from fompi.traces.record import load
-from fompi.traces.trace import merge
 
 EXAMPLE = "{} {command} run/    # FOMPI_RECORD=run/ mpirun -n 4 python train.py has written it"
 
@@ -20,7 +18,6 @@ EXAMPLE = "{} {command} run/    # FOMPI_RECORD=run/ mpirun -n 4 python train.py 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", help="what a job with FOMPI_RECORD=FOLDER has written")
     parser.add_argument("--machine", help="a JSON file or a preset: its links in place of those of the record")
-    parser.add_argument("--save", metavar="FILE", help="both timelines as Chrome JSON, for Perfetto")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,7 +30,8 @@ def run(options: argparse.Namespace) -> int:
         steps = [(f"step {i + 1}", *both) for i, both in enumerate(zip(before.steps, played.steps, strict=True))]
         waits = zip(map(str, graph.kinds), graph.waited(before), graph.waited(played), strict=True)
         for name, pairs in (("step", steps), ("waits of a rank in a step", [*waits])):
-            rows = [(what, f"{1e3 * a:.3f}", f"{1e3 * b:.3f}") for what, a, b in sorted(pairs, key=_error)[:5]]
+            worst = sorted(pairs, key=lambda row: -abs(row[1] - row[2]))[:5]
+            rows = [(what, f"{1e3 * a:.3f}", f"{1e3 * b:.3f}") for what, a, b in worst]
             parts.append(Table((f"{name}, the largest error first", "measured ms", "replayed ms"), rows))
     elif found := advise(graph, [record.host for record in records]):
         advices = [(a.what, f"{1e3 * a.seconds:.3f}", f"{1 - a.seconds / played.step:.1%}", a.write) for a in found]
@@ -42,12 +40,4 @@ def run(options: argparse.Namespace) -> int:
         own = 1 - graph.waited(before).sum() / before.steps.mean()
         parts.append(f"nothing here helps: {own:.0%} of a step are your own kernels")
     show_parts(parts)
-    if options.save:
-        check_writable(options.save)
-        both = merge([graph.trace(before, "measured", 0), graph.trace(played, "replayed", size)])
-        replace(both, hosts=("measured",) * size + ("replayed",) * size).save(options.save)
     return 0
-
-
-def _error(row: tuple[str, float, float]) -> float:
-    return -abs(row[2] - row[1])

@@ -20,15 +20,11 @@ import numpy as np
 from fompi.base.errors import LayoutError
 from fompi.model.machine import Machine
 from fompi.traces.record import STEP, CallKind, RankRecord
-from fompi.traces.trace import Event, Trace
 
 Array = np.ndarray[Any, Any]
 
 BEGIN, WAIT, MARK, NOTHING = range(4)
 """What an event is. NOTHING is left of a call that was taken away."""
-
-MOST_DRAWN = 16, 4
-"""A timeline has this many ranks, the first ones, and steps, the last ones."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +121,7 @@ class Graph:
                 begun[calls] = ready[calls]
                 continue
             ranks, event, is_wait = active[~blocked], event[~blocked], is_wait[~blocked]
-            came[event] = now[ranks] + self.gap[event]
-            ended[event] = came[event]
+            came[event] = ended[event] = now[ranks] + self.gap[event]
             waits, parts = event[is_wait], self.part[event[is_wait]]
             ended[waits] = np.maximum(came[waits], begun[self.call[parts]] + self.service[parts])
             now[ranks], at[ranks] = ended[event], event + 1
@@ -136,12 +131,11 @@ class Graph:
             np.maximum.at(ready, calls, came[begins])
             calls = np.unique(calls)
             calls = calls[count[calls] == size[calls]]
-            if len(calls):
-                parts = np.repeat(self.members[calls] - np.cumsum(size[calls]) + size[calls], size[calls])
-                parts = parts + np.arange(len(parts))
-                begun[calls] = ready[calls]
-                np.maximum.at(begun, self.call[parts], free[self.ranks[parts]])
-                np.maximum.at(free, self.ranks[parts], begun[self.call[parts]] + self.service[parts])
+            parts = np.repeat(self.members[calls] - np.cumsum(size[calls]) + size[calls], size[calls])
+            parts = parts + np.arange(len(parts))
+            begun[calls] = ready[calls]
+            np.maximum.at(begun, self.call[parts], free[self.ranks[parts]])
+            np.maximum.at(free, self.ranks[parts], begun[self.call[parts]] + self.service[parts])
             active = active[at[active] < last[active]]
         return Replayed(came, ended, _steps(ended, self.what, len(at)))
 
@@ -165,18 +159,6 @@ class Graph:
         seconds = (replayed.ended - replayed.came)[waits]
         total: Array = np.bincount(self.kind[self.part[waits]], seconds, len(self.kinds))
         return total / (len(self.first) - 1) / len(replayed.steps)
-
-    def trace(self, replayed: Replayed, kind: str, first: int) -> Trace:
-        """The kernels and the waits of the last steps of the first ranks, which are ranks `first`, ... there."""
-        (ranks, steps), events = MOST_DRAWN, []
-        marks = replayed.ended[(self.what == MARK) & (self.rank == 0)]
-        for e in np.flatnonzero((self.rank < ranks) & (replayed.came >= marks[-1 - steps :][0])).tolist():
-            (came, ended), call = (replayed.came[e], replayed.ended[e]), self.kinds[self.kind[self.part[e]]]
-            rank = first + int(self.rank[e])
-            events.append(Event(rank, "compute", -1, "kernels", float(came - self.gap[e]), float(came)))
-            if self.what[e] == WAIT:
-                events.append(Event(rank, "waits", -1, str(call), float(came), float(ended), call.nbytes))
-        return Trace(kind, f"the last steps, {kind}", tuple(events))
 
 
 def _windows(records: Sequence[RankRecord]) -> list[Array]:
@@ -227,8 +209,7 @@ def _services(members: Array, call: Array, ranks: Array, begins: Array, ends: Ar
     order = np.lexsort((ends, ranks))
     earlier = np.concatenate([[-np.inf], ends[order][:-1]])
     earlier[np.flatnonzero(np.diff(ranks[order], prepend=-1))] = -np.inf
-    free = np.empty(len(ends))
-    free[order] = earlier
+    free = earlier[np.argsort(order)]
     ready = np.maximum.reduceat(begins, members[:-1])
     begun = np.maximum(ready, np.maximum.reduceat(free, members[:-1]))[call]
     return np.maximum(0.0, ends - begun), ends >= ready[call]

@@ -112,7 +112,7 @@ class _Message(Task):
     def __init__(self, comm: Communicator, peer: int, tag: int):
         self.comm, self.peer, self.tag = comm, peer, tag
         self.missing, self.nbytes = 0, 0
-        self.begun = self.ended = self.returned_at = 0.0
+        self.begun = self.ended = 0.0
         self.then: Callable[[], object] | None = None  # called when the message is through
         self.held: object = None  # memory that C has used for it
         self.stamp = 0
@@ -598,8 +598,6 @@ class Transfer:
 
     def leave(self) -> None:
         """The program goes on with other work: the messages must progress by themselves."""
-        for task in self._tasks if self._comm.engine.recorder is not None else ():
-            task.returned_at = perf_counter()
         self._comm.engine.wake_helper()
 
     def give_up(self) -> None:

@@ -29,7 +29,6 @@ these types may travel as int8.
 """
 
 Change = tuple[str, str, Graph]
-"""What is changed, what to write for it, and the graph with it."""
 
 
 class Advice(NamedTuple):
@@ -115,9 +114,8 @@ def merged(graph: Graph, parts: Array) -> Graph:
 
 def faults(graph: Graph, hosts: Sequence[str]) -> Iterator[Change]:
     """Ranks and hosts whose kernels take longer, and groups of ranks on which calls do."""
-    own, names = np.bincount(graph.rank, graph.gap), np.array(hosts)
-    groups = {f"host {host}": np.flatnonzero(names == host) for host in hosts}
-    groups = {name: ranks for name, ranks in groups.items() if 1 < len(ranks) < len(hosts)}
+    own = np.bincount(graph.rank, graph.gap)
+    groups = {f"host {host}": np.flatnonzero(np.array([*hosts]) == host) for host in hosts if hosts.count(host) > 1}
     for name, ranks in (groups | {f"rank {own.argmax()}": np.array([own.argmax()])}).items():
         times = float(own[ranks].min() / max(np.median(own), 1e-9))
         if times > LATE:
@@ -149,12 +147,10 @@ def changes(graph: Graph, hosts: Sequence[str]) -> Iterator[Change]:
     gathers = at_once & parts_of(graph, lambda kind: kind.moves == "all_gather")
     sums = at_once & parts_of(graph, lambda kind: kind.moves in ("all_reduce", "reduce_scatter"))
     beside = 1 - 1 / float(np.median(np.diff(graph.members)))
-    ahead = "fully_shard: module.set_modules_to_forward_prefetch([...])"
-    yield "gathers one layer ahead", ahead, hidden(graph, gathers, 1, 0)
+    yield "gathers one layer ahead", "fully_shard: set_modules_to_forward_prefetch", hidden(graph, gathers, 1, 0)
     yield "gather and product in one call", "fompi.all_gather_matmul(x, w)", hidden(graph, gathers, 0, beside)
     yield "product and sum in one call", "fompi.matmul_reduce_scatter(h, w)", hidden(graph, sums, beside, 0)
-    later = "all_reduce.start(x), and wait() before the next call, if the sum is not needed earlier"
-    yield "sums started", later, hidden(graph, sums, 0, 1)
+    yield "sums started", "all_reduce.start(x), and wait() before the next call", hidden(graph, sums, 0, 1)
     if (gathers | sums).sum() >= OFTEN * steps * len(hosts):
         yield "two micro-batches at a time", "fompi.interleave(f, g)", hidden(graph, gathers | sums, 0.5, 0.5)
     started = (wait > begin) & ~at_once & parts_of(graph, lambda kind: kind.moves == "all_reduce")
@@ -164,11 +160,8 @@ def changes(graph: Graph, hosts: Sequence[str]) -> Iterator[Change]:
         calls = np.unique(graph.call[graph.kind == number])
         if kind.moves == "all_gather" and kind.channel in scattered and len(calls) % (2 * steps) == 0 < len(calls):
             again = again | np.isin(graph.call, calls.reshape(steps, 2, -1)[:, 1])
-    kept = "fully_shard(reshard_after_forward=False), zero=2"
-    yield "parameters kept after the forward", kept, without(graph, again & everything)
-    world = parts_of(graph, lambda kind: len(kind.group) == len(hosts) and kind.nbytes > SMALL_NBYTES)
-    world &= parts_of(graph, lambda kind: kind.moves == "all_reduce")
-    alone, exchange = without(graph, world), float(graph.service[world].sum()) / len(hosts) / steps
+    yield "parameters kept", "fully_shard(reshard_after_forward=False), zero=2", without(graph, again & everything)
+    sums = parts_of(graph, lambda k: k.moves == "all_reduce" and len(k.group) == len(hosts) and k.nbytes > SMALL_NBYTES)
+    alone, exchange = without(graph, sums), float(graph.service[sums].sum()) / len(hosts) / steps
     period = smallest(max(alone.run().step, 1e-9), [exchange / fragments for fragments in range(1, 9)])
-    write = "fompi.OuterSchedule(sync_every={}, delay={}, fragments={})".format(*period)
-    yield "outer steps, if islands may differ for a while", write, alone
+    yield "outer steps", "DiLoCo(sync_every={}, delay={}, fragments={})".format(*period), alone

@@ -89,13 +89,10 @@ class Notes:
         self.folder, self.process, (self.rank, self.size) = folder, os.getpid(), world()
         self.steps, self.updates = Steps(), defaultdict[int, Steps](Steps)
 
-    def mark(self, steps: object, *_: object) -> None:
-        """A step ends."""
-
     def measured(self, *_: object) -> None:
-        """Times of kernels do not matter here."""
+        """Times of kernels do not matter here, there are no baselines, and a step is nothing of its own."""
 
-    settle = settle_all = measured  # there are no baselines
+    mark = settle = settle_all = measured
 
 
 class Digests(Notes):

@@ -506,9 +506,8 @@ class Executor(BoundPlan):
         Raises the error that ended the call on this rank, PeerError if another rank failed first, and WaitTimeout
         after `timeout` seconds (the call goes on).
         """
-        if self.comm.engine.recorder is not None:
-            stamp, _ = self._in_c_at or (0, 0)
-            self.comm.engine.recorder.awaited(self.comm, stamp if self._run is None else self._run.stamp)
+        if self.comm.engine.recorder is not None and self._run is not None:
+            self.comm.engine.recorder.awaited(self.comm, self._run.stamp)
         if self._run is None and self._in_c_at is not None:
             return self._results_in_c()
         first = self._current()

@@ -52,7 +52,6 @@ class CallKind:
     dtype: str = ""
     shapes: str = ""
     wire: str = ""
-    schedule: str = ""
 
     def __str__(self) -> str:
         return f"{self.operation}({self.shapes or f'{self.nbytes} bytes'}) on {self.channel}"
