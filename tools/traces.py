@@ -2,6 +2,7 @@
 
     python tools/traces.py TRACES run/           Chakra execution traces, or JSON of Kineto: one file for each rank
     python tools/traces.py --chakra run/ OUT     a record as Chakra execution traces, OUT/chakra.RANK.et
+    python tools/traces.py --perfetto run/ FILE  the last steps, measured and replayed, for ui.perfetto.dev
 
 A call of a trace is in flight while its kernel runs. The program waits for it from the end of the kernels before its
 end on. Chakra: https://github.com/mlcommons/chakra, schema/protobuf/et_def.proto. Kineto: torch.profiler with
@@ -18,21 +19,26 @@ import struct
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fompi.base.errors import FompiError, LayoutError
-from fompi.model.replay import BEGIN, WAIT, Graph
+from fompi.model.machine import Machine
+from fompi.model.replay import BEGIN, MARK, WAIT, Graph
 from fompi.traces.record import CALL, STEP, CallKind, RankRecord, load
-from fompi.traces.trace import union
+from fompi.traces.trace import Event, Trace, merge, union
 
 COLLECTIVES = ("all_reduce", "reduce", "all_gather", "gather", "scatter", "broadcast", "all_to_all", "reduce_scatter")
 """Chakra's collectives by their numbers."""
 
 COMPUTE, SENDS, RECEIVES, COLLECTIVE = 4, 5, 6, 7
 """Chakra's types of nodes."""
+
+MOST_DRAWN = 16, 4
+"""A timeline for Perfetto has this many ranks, the first ones, and steps, the last ones."""
 
 NOISE = 1e-9
 """A call whose kernels end this many seconds after its begin has none behind it."""
@@ -289,15 +295,37 @@ def read(folder: Path) -> list[RankRecord]:
     return records_of(traces)
 
 
+def to_perfetto(graph: Graph, path: Path) -> None:
+    """Write the kernels and the waits of the last steps of the first ranks: measured, and below that replayed."""
+    ranks, traces = min(MOST_DRAWN[0], len(graph.first) - 1), list[Trace]()
+    for kind, played in (("measured", graph.measured), ("replayed", graph.run())):
+        marks, events = played.ended[(graph.what == MARK) & (graph.rank == 0)], []
+        since = marks[max(0, len(marks) - 1 - MOST_DRAWN[1])]
+        for e in np.flatnonzero((graph.rank < ranks) & (played.came >= since)).tolist():
+            came, ended, gap = (float(each[e]) for each in (played.came, played.ended, graph.gap))
+            rank, call = int(graph.rank[e]) + ranks * len(traces), graph.kinds[graph.kind[graph.part[e]]]
+            if gap > 0:
+                events.append(Event(rank, "compute", -1, "kernels", came - gap, came))
+            if graph.what[e] == WAIT:
+                events.append(Event(rank, "waits", -1, str(call), came, ended, call.nbytes))
+        traces.append(Trace(kind, "the last steps", tuple(events)))
+    replace(merge(traces), hosts=("measured",) * ranks + ("replayed",) * ranks).save(path)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--chakra", action="store_true", help="write a record as Chakra execution traces")
+    parser.add_argument("--perfetto", action="store_true", help="write the timelines of a record for Perfetto")
+    parser.add_argument("--machine", help="of --perfetto: a JSON file or a preset, whose links are replayed")
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
     options = parser.parse_args(arguments)
     try:
         if options.chakra:
             to_chakra(load(options.source), options.target)
+        elif options.perfetto:
+            graph = Graph.of(load(options.source))
+            to_perfetto(graph.on(Machine.load(options.machine)) if options.machine else graph, options.target)
         else:
             for record in read(options.source):
                 record.save(options.target)

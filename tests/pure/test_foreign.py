@@ -94,6 +94,11 @@ def test_a_record_as_chakra_and_back(tmp_path):
     traces.to_chakra(records, tmp_path)
     graph, again = Graph.of(records), Graph.of(traces.read(tmp_path))
     assert [(kind.moves, kind.group, kind.nbytes) for kind in again.kinds] == [("all_reduce", (0, 1), 1 << 20)]
+    assert traces.main(["--perfetto", str(tmp_path / "run"), str(tmp_path / "both.json")]) == 2
+    for each in records:
+        each.save(tmp_path / "run")
+    assert traces.main(["--perfetto", str(tmp_path / "run"), str(tmp_path / "both.json"), "--machine", "gigabit"]) == 0
+    assert "rank 3 (replayed)" in (text := (tmp_path / "both.json").read_text()) and "kernels" in text
     assert again.service == pytest.approx(graph.service) and len(again.members) == len(graph.members) == 3
 
 
