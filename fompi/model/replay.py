@@ -71,8 +71,8 @@ class Graph:
         windows = _windows(records)
         rows: list[tuple[Any, ...]] = []
         for place, (record, marks) in enumerate(zip(records, windows, strict=True)):
-            calls = np.sort(record.calls[record.calls["kind"] != STEP], order="begin")
-            calls = calls[(calls["begin"] >= marks[0]) & (calls["begin"] <= marks[-1])]
+            calls = record.calls[np.argsort(record.calls["begin"], kind="stable")]
+            calls = calls[(calls["kind"] != STEP) & (calls["begin"] >= marks[0]) & (calls["begin"] <= marks[-1])]
             known = np.array([kinds.setdefault(kind, len(kinds)) for kind in record.kinds])[calls["kind"]]
             rows.append((np.full(len(calls), place), known, calls, _waits(calls, marks)))
         channels: dict[Any, int] = {}
