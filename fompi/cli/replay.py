@@ -37,7 +37,8 @@ def run(options: argparse.Namespace) -> int:
         advices = [(a.what, f"{1e3 * a.seconds:.3f}", f"{1 - a.seconds / played.step:.1%}", a.write) for a in found]
         parts.append(Table(("what would help", "step ms", "gain", "how"), advices, ("step ms", "gain")))
     else:
-        own = 1 - graph.waited(before).sum() / before.steps.mean()
+        idle = graph.waited(before).sum() - graph.inside.sum() / size / len(before.steps)
+        own = 1 - max(0.0, idle) / before.steps.mean()
         parts.append(f"nothing here helps: {own:.0%} of a step are your own kernels")
     show_parts(parts)
     return 0

@@ -23,10 +23,8 @@ from fompi.planner.outer import smallest
 from fompi.traces.record import CallKind
 
 WORTH, LATE, SLOW, SMALL_NBYTES, OFTEN, WIRED = 0.01, 1.15, 1.5, 1 << 12, 4, ("float32", "bfloat16", "float16")
-"""An advice gains at least this share of a step. A rank is late, or a link slow, at this many times the median. A call
-of at most this many bytes shows the latency. Two micro-batches are tried from this many calls a step on. Elements of
-these types may travel as int8.
-"""
+"""The least gain, as a share of a step. A rank is late, or a link slow, at this many times the median. Calls of at most
+this many bytes show the latency. Two micro-batches are tried from this many calls a step on. What int8 makes smaller."""
 
 Change = tuple[str, str, Graph]
 
@@ -121,12 +119,12 @@ def faults(graph: Graph, hosts: Sequence[str]) -> Iterator[Change]:
         if times > LATE:
             gap = np.where(np.isin(graph.rank, ranks), graph.gap / times, graph.gap)
             yield f"{name} at the median speed", f"its kernels take {times:.2f} times", replace(graph, gap=gap)
-    alike, often = defaultdict(list), np.maximum(1, np.bincount(graph.kind, minlength=len(graph.kinds)))
-    mean = np.bincount(graph.kind, graph.service, len(graph.kinds)) / often
+    alike, often = defaultdict[Any, dict[Any, int]](dict), np.bincount(graph.kind, minlength=len(graph.kinds))
+    mean = np.bincount(graph.kind, graph.service, len(graph.kinds)) / np.maximum(1, often)
     for number, kind in enumerate(graph.kinds):
-        alike[kind.moves, kind.nbytes, len(kind.group)].append(number)
-    for numbers in alike.values():
-        slowest = max(numbers, key=lambda number: mean[number])
+        alike[kind.operation, kind.nbytes, len(kind.group)][kind.group] = number
+    for numbers in ([*each.values()] for each in alike.values()):
+        slowest = max(numbers, key=mean.__getitem__)
         kind, times = graph.kinds[slowest], mean[slowest] / max(float(np.median(mean[numbers])), 1e-9)
         if len(numbers) > 2 and times > SLOW:
             what = f"the link of ranks {', '.join(map(str, kind.group))} as fast as others"

@@ -134,6 +134,7 @@ def test_a_slow_link_is_named_first():
         kind = replace(SUM, channel="pairs", group=pairs[r // 2])
         ranks.append(steps(r, 5, message=10 if r > 3 else 2, size=6, host=str(r), kinds=(kind,)))
     best = first(ranks)
+    assert not any("link of ranks" in each.what for each in advise(Graph.of(ranks[:4]), "0123"))  # of two, which one?
     assert best.is_fault and best.what == "the link of ranks 4, 5 as fast as others" and "5.0 times" in best.write
 
 
