@@ -24,7 +24,7 @@ from fompi.traces.record import CallKind
 
 WORTH, LATE, SLOW, SMALL_NBYTES, OFTEN, WIRED = 0.01, 1.15, 1.5, 1 << 12, 4, ("float32", "bfloat16", "float16")
 """The least gain, as a share of a step. A rank is late, or a link slow, at this many times the median. Calls of at most
-this many bytes show the latency. Two micro-batches are tried from this many calls a step on. What int8 makes smaller."""
+this many bytes show the latency. Two micro-batches are tried from this many calls a step on. What int8 shortens."""
 
 Change = tuple[str, str, Graph]
 
