@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from fompi.cli.main import main
 from fompi.model.replay import Graph
 from fompi.planner.advice import advise
-from fompi.traces.record import STEP, load
+from fompi.runtime.recorder import MOST_KINDS, Recorder
+from fompi.traces.record import MOST_CALLS, STEP, load
 
 DDP = """
 import torch
@@ -89,3 +91,16 @@ def test_a_program_of_mpi4py(recorded):
     assert not np.isnan(first["wait"]).any()  # the program waited for all of them
     best = advise(graph, [rank.host for rank in ranks])[0]
     assert best.is_fault and best.what == "rank 1 at the median speed"
+
+
+def test_a_record_is_bounded(tmp_path):
+    """Calls with other sizes each time share kinds in the end, and the oldest calls go."""
+    recorder = Recorder(str(tmp_path))
+    comm = SimpleNamespace(name="world", number=0, link=SimpleNamespace(world_ranks=[0]))
+    for n in range(MOST_CALLS + 5):
+        recorder.note_library(comm, "Bcast", "broadcast", [SimpleNamespace(nbytes=n)], float(n))
+    recorder.mark(recorder.updates[7])
+    recorder.finish()
+    (rank,) = load(tmp_path)
+    assert len(rank.calls) == MOST_CALLS and len(rank.kinds) <= MOST_KINDS + 20
+    assert rank.calls["number"][0] == 7 and rank.calls["kind"][-1] == STEP
