@@ -63,6 +63,8 @@ COMMANDS = {
     "trace": Command(
         "fompi.cli.trace", "the report and the trace of a job: of the file that FOMPI_REPORT=run.json wrote"
     ),
+    "replay": Command("fompi.cli.replay", "a run that FOMPI_RECORD=FOLDER recorded, walked again: on other links, too"),
+    "advise": Command("fompi.cli.replay", "what would help a recorded run, and by how much"),
     "calibrate": Command("fompi.cli.calibrate", "measure the machine, for mpirun: writes JSON", on_ranks=True),
     "try": Command("fompi.bench.trial", "what overlap gains here for a shape of your own", on_ranks=True),
     "up": Command("fompi.cli.up", "look at machines over ssh, choose their network, start a job", runs_program=True),
@@ -127,7 +129,7 @@ def _parse(
     if command is not None:
         module = import_module(command.module)
         module.add_arguments(parsers[arguments[0]])
-        parsers[arguments[0]].epilog = f"for example: {module.EXAMPLE.format(program())}"
+        parsers[arguments[0]].epilog = f"for example: {module.EXAMPLE.format(program(), command=arguments[0])}"
     words: list[str] = []
     if command is not None and command.runs_program and "--" in arguments:
         cut = arguments.index("--")

@@ -73,6 +73,7 @@ def _make_engine() -> Engine:
     engine = Engine(request_testsome(), timeout, SPINS if cores >= 1 else 0, mode, helper)
     engine.arena = Arena(ARENA_NBYTES, SMALL_NBYTES)
     engine.report = report = DOORS.report()
+    engine.recorder = report if hasattr(report, "awaited") else None
     if report is not None:
         at_exit(report.finish)  # registered first, so called last: after the ranks have left
     faults.install(engine)

@@ -88,6 +88,7 @@ class Engine(InFlight):
         self.arena: Any = None  # the memory of results and scratch (`fompi.tensors.arena`)
         self.hosts: dict[int, int] = {}  # the host of each rank of MPI_COMM_WORLD, as a digest of its name
         self.report: Any = None  # notes finished calls, if FOMPI_REPORT is set (`fompi.runtime.report`)
+        self.recorder: Any = None  # the same object, if FOMPI_RECORD is set (`fompi.runtime.recorder`)
         self.machine: Any = None  # the machine of all ranks, if FOMPI_MACHINE is set
         self.last_began: tuple[str, Any, int] | None = None  # the last call: its name, its communicator, its stamp
         self.expired: tuple[float, Listener, tuple[int, str]] | None = None  # the last wait that has expired

@@ -75,6 +75,7 @@ VARIABLES = {
         _one_of("FOMPI_ENGINE", "auto", "auto", "native", "python"),
         Variable("FOMPI_REPORT", "0", "0, 1, short, full, or a .json file in a folder that can be written", _is_report),
         Variable("FOMPI_DIGEST", "", "a folder", lambda text: not os.path.exists(text) or os.path.isdir(text)),
+        Variable("FOMPI_RECORD", "", "a folder", lambda text: not os.path.exists(text) or os.path.isdir(text)),
         # Whether there is such a machine is known when it is loaded.
         Variable("FOMPI_MACHINE", "", "the name of a preset, or a file", bool),
         Variable("FOMPI_CACHE", "~/.cache/fompi", "a folder, or 0", _is_folder),

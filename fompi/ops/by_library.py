@@ -9,6 +9,7 @@ needs no thread to move it. All ranks decide alike.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from time import perf_counter, sleep
 
 from fompi.engine.control import Channel
@@ -46,6 +47,9 @@ def most_started(name: str, network: bool) -> int:
 
 INSIDE: list[tuple[str, object, Channel | None]] = []
 """The calls of the library in which threads are: a name, what no other call has, where ranks say that they leave."""
+
+NOTED: list[Callable[..., None]] = []
+"""What notes a call that has returned, if FOMPI_RECORD is set (`fompi.runtime.recorder`)."""
 
 LOOK_SECONDS = 0.25
 """How often the watch looks at the call that lasts."""

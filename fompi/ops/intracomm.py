@@ -28,7 +28,7 @@ from functools import cache, cached_property, partialmethod
 from inspect import signature
 from os import sched_yield
 from threading import Lock
-from time import sleep
+from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,7 +42,7 @@ from fompi.mpi.link import PAUSE_SECONDS
 from fompi.mpi.transport import gpu_awareness, load_mpi4py, start_mpi
 from fompi.ops import operations
 from fompi.ops.arguments import SUMS
-from fompi.ops.by_library import ALWAYS, INSIDE, LIMITS, SIZED, most_started, watch
+from fompi.ops.by_library import ALWAYS, INSIDE, LIMITS, NOTED, SIZED, most_started, watch
 from fompi.ops.keys import MOST_KEYS, Shortcuts, known_call, place_of
 from fompi.ops.operation import Operation
 from fompi.plans.problems import order_of
@@ -464,8 +464,11 @@ class Comm(MPI.Intracomm):
 
     def __init__(self, comm: Any = None):
         if self != MPI.COMM_NULL:
-            self.channel = Communicator.of(self).channel
+            own = Communicator.of(self)
+            self.channel = own.channel
             watch()
+            if own.engine.recorder is not None:
+                NOTED[:] = [own.engine.recorder.note_library]
 
     def Split(self, color: int = 0, key: int = 0) -> Comm:
         return self._of(super().Split(color, key))
@@ -755,10 +758,13 @@ def _by_library(name: str, word: str) -> Callable[[Comm, Any, Any], Any]:
         if word != name:
             return OfLibrary.of(function(self, *args, **options), word, channel or self.communicator.channel)
         enter((name, args, channel))
+        begun = perf_counter() if NOTED else 0.0
         try:
             return function(self, *args, **options) if options else function(self, *args)
         finally:
             leave()
+            if begun:
+                NOTED[0](self.communicator, name, FORMS[name].name if name in FORMS else name, args, begun)
 
     return by_library
 

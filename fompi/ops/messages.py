@@ -453,8 +453,8 @@ class Transfer(CallInFlight):
                 self._receiving = Receiving(communicator, source, tag, None if refusal else self._out)
                 begun.append(self._receiving)
             for task in begun:
-                if communicator.recording is not None and refusal is None:
-                    task.then = functools.partial(self._note, communicator.recording)
+                if (communicator.recording is not None or communicator.engine.recorder is not None) and not refusal:
+                    task.then = functools.partial(self._note, communicator.recording, task)
                 task.start()
         self.number = -communicator.mail.number if communicator.mail else 0
         self.extents = Extents(communicator.rank, communicator.size, (1,))
@@ -583,9 +583,11 @@ class Transfer(CallInFlight):
         """The message that is not through yet. DONE: both are."""
         return next((task for task in self._tasks if not task.finished), DONE)
 
-    def _note(self, recording: list[Trace]) -> None:
-        """Record the call once both of its messages are through."""
-        if all(task.finished and task.error is None for task in self._tasks):
+    def _note(self, recording: list[Trace] | None, through: _Message) -> None:
+        """Note a message, and record the call once both of its messages are through."""
+        if self._comm.engine.recorder is not None:
+            self._comm.engine.recorder.note_message(self._comm, through)
+        if recording is not None and all(task.finished and task.error is None for task in self._tasks):
             recording.append(self._traced())
 
     def _traced(self) -> Trace:
@@ -615,6 +617,8 @@ class Transfer(CallInFlight):
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for the result. Raises the error of the call, and WaitTimeout after `timeout` seconds (it goes on)."""
         end = None if timeout is None else perf_counter() + timeout
+        for each in self._tasks if self._comm.engine.recorder is not None else ():
+            self._comm.engine.recorder.awaited(self._comm, each.stamp)
         while not (task := self.task).finished:
             drive_in_c(task)
             seconds = None if end is None else max(0.0, end - perf_counter())

@@ -332,8 +332,9 @@ class Pending(CallInFlight):
         if recording is not None:
             recording.append(self._traced(run))
         if self._comm.engine.report is not None:
-            report, trace = self._comm.engine.report, self._traced(run)
-            report.note(run, trace, self.extents, self._backend, None, self._returned_at, outputs=self._outputs)
+            report, trace, run.agreed = self._comm.engine.report, functools.partial(self._traced, run), self._handshake
+            returned_at = self._returned_at or (run.moved_at if isinstance(self, Started) else None)
+            report.note(run, trace, self.extents, self._backend, None, returned_at, outputs=self._outputs)
 
     def _ended_in_c(self, recording: list[Trace] | None, stamp: int, times: Times) -> None:
         """C has finished the call."""
@@ -412,6 +413,8 @@ class Pending(CallInFlight):
     def _await(self, timeout: float | None, until: Callable[[], Callable[[], bool] | None] = lambda: None) -> bool:
         """Drive what does the call until it is finished, or `until()()`. False: not within `timeout`."""
         engine, channel, self._is_unread = self._comm.engine, self._comm.channel, False
+        if engine.recorder is not None:
+            engine.recorder.awaited(self._comm, self._stamp)
         end = None if timeout is None else perf_counter() + timeout
         task = None
         while task is not self.task:  # in C, then the agreement, then the run

@@ -82,15 +82,26 @@ def shape_of(problem: Any, name: str) -> str:
     return "columns" if name.startswith("y") and problem.weights else "all"
 
 
-class Digests:
+class Notes:
+    """What stands in the place of the report of a process, and measures nothing. `folder` gets a file of each rank."""
+
+    def __init__(self, folder: str):
+        self.folder, self.process, (self.rank, self.size) = folder, os.getpid(), world()
+        self.steps, self.updates = Steps(), defaultdict[int, Steps](Steps)
+
+    def measured(self, *_: object) -> None:
+        """Times of kernels do not matter here, there are no baselines, and a step is nothing of its own."""
+
+    mark = settle = settle_all = measured
+
+
+class Digests(Notes):
     """The digests of this process, one line for each result in FOLDER/rank-R.jsonl."""
 
     def __init__(self, folder: str):
-        self.rank, _ = world()
-        self.process = os.getpid()
+        super().__init__(folder)
         Path(folder).mkdir(parents=True, exist_ok=True)
         self.file = (Path(folder) / f"rank-{self.rank}.jsonl").open("w")
-        self.steps, self.updates = Steps(), defaultdict[int, Steps](Steps)
 
     def note(self, run: Run, *_: object, outputs: Mapping[str, Any]) -> None:
         """A call has finished on this rank, with these results."""
@@ -116,18 +127,6 @@ class Digests:
             }
             self.file.write(json.dumps(line) + "\n")
         self.file.flush()
-
-    def mark(self, *_: object) -> None:
-        """Steps do not matter here."""
-
-    def measured(self, *_: object) -> None:
-        """Times do not matter here."""
-
-    def settle(self, *_: object) -> None:
-        """There are no baselines."""
-
-    def settle_all(self) -> None:
-        """There are no baselines."""
 
     def finish(self) -> None:
         """The program ends."""

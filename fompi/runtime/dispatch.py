@@ -76,6 +76,7 @@ class Dispatch(Task):
     made: dict[int, Token] = {}  # noqa: RUF012  # the tokens of such kernels that have just run
     awaiting: dict[int, list[int]] = {}  # noqa: RUF012  # product that is not announced yet -> the kernels that need it
     is_small = False
+    agreed: tuple[float, float, int] | None = None  # when the agreement began and ended, and which rank was last
     paths: Paths | None = None  # how messages move that a device reads or writes
     notes: dict[int, list[Callable[[], None]]] = {}  # noqa: RUF012  # for such messages in flight: call them at the end
     entries: dict[int, tuple[Token, ...]] = {}  # noqa: RUF012  # kernel -> what the program had enqueued when its parts were ready

@@ -501,6 +501,8 @@ class Executor(BoundPlan):
         Raises the error that ended the call on this rank, PeerError if another rank failed first, and WaitTimeout
         after `timeout` seconds (the call goes on).
         """
+        if self.comm.engine.recorder is not None and self._run is not None:
+            self.comm.engine.recorder.awaited(self.comm, self._run.stamp)
         if self._run is None and self._in_c_at is not None:
             return self._results_in_c()
         first = self._current()
@@ -556,9 +558,9 @@ class Executor(BoundPlan):
                 self._call = None
 
     def _note(self, recording: list[Trace] | None, run: Run, extents: Extents) -> None:
-        trace, report = run.trace(extents), self.comm.engine.report
+        trace, report = functools.partial(run.trace, extents), self.comm.engine.report
         if recording is not None:
-            recording.append(trace)
+            recording.append(trace())
         if report is not None:
             outputs = {b.name: self._output(i)[0] for i, b in enumerate(self.compiled.outputs)}
             report.note(run, trace, extents, self.backend, self.kernels, self._returned_at, outputs=outputs)

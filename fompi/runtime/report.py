@@ -45,8 +45,9 @@ from fompi.plans.plan import Plan
 from fompi.runtime.alignment import read_clocks
 from fompi.runtime.baselines import compute_alone, messages_alone
 from fompi.runtime.compiled import Compiled
-from fompi.runtime.digest import VARIABLE, Digests
+from fompi.runtime.digest import VARIABLE, Digests, Notes
 from fompi.runtime.program import Run
+from fompi.runtime.recorder import Recorder
 from fompi.runtime.report_text import full_text, overlap_warnings, short_text, text
 from fompi.runtime.steps import Steps
 from fompi.traces import clocks
@@ -218,7 +219,7 @@ class Report:
     def note(
         self,
         run: Run,
-        trace: Trace,
+        trace: Callable[[], Trace],
         extents: Extents,
         backend: Backend,
         kernels: Kernels | None = None,
@@ -236,9 +237,10 @@ class Report:
         operation = self.operations.get((same, rows))
         if operation is None:
             operation = self.operations[same, rows] = Calls(run, rows, backend, kernels)
-        operation.note(trace, run.elsewhere(returned_at))
+        taken = trace()
+        operation.note(taken, run.elsewhere(returned_at))
         if self.is_file:
-            self.traces.append(replace(trace, events=tuple(e._replace(rank=self.rank) for e in trace.events)))
+            self.traces.append(replace(taken, events=tuple(e._replace(rank=self.rank) for e in taken.events)))
 
     def mark(self, steps: Steps, tokens: float = 0.0, flops: float = 0.0) -> None:
         """A step ends now. `steps` are those of this report to which it belongs."""
@@ -337,12 +339,12 @@ class Report:
         return replace(whole, title=title, hosts=tuple(hosts) if len(hosts) == self.size else ())
 
 
-_OF_PROCESS: list[Report] = []
-"""The report of this process, once there is one."""
+_OF_PROCESS: list[Report | Recorder] = []
+"""The report or the record of this process, once there is one."""
 
 
 def mark_step(tokens: float | None = None, flops: float | None = None) -> None:
-    """A step of the program has ended on this rank: the report of FOMPI_REPORT says what a step takes.
+    """A step of the program has ended on this rank: FOMPI_REPORT says what a step takes, FOMPI_RECORD keeps its calls.
 
         for batch in batches:
             train(batch)
@@ -352,7 +354,7 @@ def mark_step(tokens: float | None = None, flops: float | None = None) -> None:
     ranks together, as tokens, rows or samples. `flops`: its floating-point operations, of all ranks together; by
     default those of the products that fompi carries out. Without marks, a `DataParallel.step`, a
     call of a `TrainingStep`, or the `step` of an optimizer of PyTorch ends a step.
-    It sends nothing, and does nothing without FOMPI_REPORT. Raises ArgumentError for what is no number, or negative.
+    It sends nothing, and does nothing without these. Raises ArgumentError for what is no number, or negative.
     """
     for name, number in (("tokens", tokens), ("flops", flops)):
         if number is not None and not (isinstance(number, Real) and 0 <= number < inf):
@@ -367,9 +369,12 @@ def mark_update(owner: int) -> None:
         report.mark(report.updates[owner])
 
 
-def of_environment() -> Report | Digests | None:
-    """The report that FOMPI_REPORT asks for, the digests of FOMPI_DIGEST, or None."""
+def of_environment() -> Report | Notes | None:
+    """The digests of FOMPI_DIGEST, the record of FOMPI_RECORD, the report that FOMPI_REPORT asks for, or None."""
     if folder := environment.value(VARIABLE):
         return Digests(folder)
+    if folder := environment.value("FOMPI_RECORD"):
+        _OF_PROCESS[:] = [recorder := Recorder(folder)]
+        return recorder
     target = environment.value("FOMPI_REPORT")
     return None if target == "0" else Report(target)

@@ -23,13 +23,7 @@ MOST_REASONS = 3
 HIDDEN_SHARE = 0.05
 """Communication counts as hidden if this share of the time in fompi is exposed, or less."""
 
-SEE_BELOW = "Most of it is in calls that do not overlap, for the reasons below"
-
-TORCH = "torch"
-"""The groups of torch.distributed have communicators whose names begin with this."""
-
-FEW, MANY = 1 / 3, 3
-"""Messages are a small part of the exposed time below the first factor. They dwarf kernels above the second."""
+ADVISE = "FOMPI_RECORD=run/, then `fompi advise run/`"
 
 
 def text(report: Mapping[str, Any]) -> str:
@@ -40,7 +34,7 @@ def text(report: Mapping[str, Any]) -> str:
         return "\n".join([*lines, "no operation was called"])
     label = _labels(operations)
     lines += [_totals(report), *(_steps(report) or _communicators(report))]
-    lines.append(f"verdict: {' '.join(filter(None, _verdict(report)))}")
+    lines.append(f"verdict: {_verdict(report)}")
     lines += shares_line(report)
     by_exposed = sorted(operations, key=lambda o: -_total(o, "exposed"))
     for number, o in enumerate((o for o in by_exposed[:MOST_REASONS] if (_why(o))), 1):
@@ -74,15 +68,8 @@ def short_text(report: Mapping[str, Any]) -> str:
     if sums["exposed"]:
         line += f"; of the other {_duration(sums['exposed'])}, {_duration(_total(worst, 'exposed'))} are in "
         line += f"{worst['calls']} call{'s' * (worst['calls'] > 1)} of {_labels(mine)(worst)}"
-    verdict, advice = _verdict(report)
-    late = next((reason for _, reason in worst["waits"][:1] if "rank" in reason), "")
-    if advice and late and _total(worst, "messages_alone") < FEW * _total(worst, "exposed"):
-        advice = f"the ranks should come at the same time: rank {rank} waited {late}"
-    elif advice and (why := _why(worst)):
-        advice = why
-    advice = advice or f"nothing: {verdict}"
-    if worst["communicator"].startswith(TORCH):
-        advice = advice.replace("between start() and wait()", "between the call, with async_op=True, and its wait()")
+    verdict = _verdict(report)
+    advice = ADVISE if verdict.endswith(ADVISE) else f"nothing: {verdict}"
     return "\n".join([*head, *_steps(report)[:1], line, f"what would help: {advice} (FOMPI_REPORT=1 shows the calls)"])
 
 
@@ -247,30 +234,15 @@ def _listed(exposed: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {_duration(seconds)}" for name, seconds in exposed.items())
 
 
-def _verdict(report: Mapping[str, Any]) -> tuple[str, str]:
-    """How much is exposed, and what would help."""
+def _verdict(report: Mapping[str, Any]) -> str:
+    """How much is exposed."""
     _, sums = _sums(report)
-    exposed, messages, compute = sums["exposed"], sums["messages_alone"], sums["compute"]
-    share = exposed / sums["p50"] if sums["p50"] else 0.0
+    share = sums["exposed"] / sums["p50"] if sums["p50"] else 0.0
     if report["size"] == 1:
-        return "one rank has no messages", ""
+        return "one rank has no messages"
     if share <= HIDDEN_SHARE:
-        return f"communication is hidden: {share:.0%} of the time in fompi is exposed", ""
-    words = f"{share:.0%} of the time in fompi is exposed."
-    if messages < FEW * exposed:
-        return words, (
-            f"Messages alone are only {_duration(messages)} of it: ranks wait for each other, or the calls are small "
-            "(operation.bind saves their agreement)"
-        )
-    if messages > MANY * compute:
-        return words, (
-            f"Messages alone take {_duration(messages)}, the kernels behind which they could move "
-            f"{_duration(compute)}: send fewer bytes, or start calls earlier"
-        )
-    unhidden = [o for o in _records(report) if o.get("not_overlapped")]
-    if sum(_total(o, "exposed") for o in unhidden) > sum(_total(o, "exposed") for o in _records(report)) / 2:
-        return words, SEE_BELOW
-    return words, 'Another schedule may hide more: effort="measure", or `fompi explain`'
+        return f"communication is hidden: {share:.0%} of the time in fompi is exposed"
+    return f"{share:.0%} of the time in fompi is exposed. What would help: {ADVISE}"
 
 
 def _records(report: Mapping[str, Any]) -> list[Record]:

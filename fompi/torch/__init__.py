@@ -18,7 +18,6 @@
 - `comm_hook`: `fompi.torch.wire`, smaller gradients for torch's DistributedDataParallel.
 - `memory`: the elements of tensors in one row.
 - `groups`: the Communicator of a ProcessGroup or DeviceMesh.
-- `steps`: steps of torch's optimizers in the report of FOMPI_REPORT.
 - `swap`: groups of other backends run on fompi (`python -m fompi.torch`).
 - `process_group`: the backend "fompi" of `torch.distributed`. The import of this room registers it (`autoload`).
 

@@ -24,10 +24,12 @@ def register() -> None:
 
     distributed.register_rendezvous_handler("fompi", _meet)
     private.extend_env_method(_meet)
-    if environment.value("FOMPI_REPORT") != "0":
-        from fompi.torch import steps
+    if environment.value("FOMPI_REPORT") != "0" or environment.is_set("FOMPI_RECORD"):
+        from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        steps.watch()
+        from fompi.runtime.report import mark_update
+
+        register_optimizer_step_post_hook(lambda optimizer, *_: mark_update(id(optimizer)))  # it ends a step
     from fompi.torch import swap
 
     if swap.is_wanted():

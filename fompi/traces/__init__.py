@@ -4,7 +4,8 @@
 - `timeline`: a trace as text or as SVG.
 - `clocks`: the clock of another rank, fitted to samples.
 - `drift`: a warning if calls take longer than predicted.
+- `record`: the calls and steps of a run, as FOMPI_RECORD writes them.
 - `proof`: the exposed time of a call, and what the kernels waited for.
 
-This room may import `base`, `plans` and `schedules`, and Python's standard library.
+This room may import `base`, `plans` and `schedules`, and Python's standard library; `record` also NumPy.
 """

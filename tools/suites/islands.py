@@ -36,10 +36,11 @@ import torch
 
 import fompi
 from c10d import beside_torch
-from fompi.bench.measure import Bench, repeated
+from fompi.bench.measure import Bench
 from fompi.parallel.outer import OuterNumbers, OuterRule, OuterSchedule
 from fompi.torch import DiLoCo, DistributedDataParallel
 from fompi.tuning.rounds import Figure, Row
+from means import repeated
 from training import Gpt, TorchStep, alone, data_parallel
 
 FULL, QUICK = Gpt(6, 384, 6, 8192, 4, 64), Gpt(2, 32, 2, 64, 2, 8)

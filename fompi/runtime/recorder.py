@@ -1,0 +1,135 @@
+"""FOMPI_RECORD: the calls and the steps of this process, for `fompi replay` and `fompi advise`.
+
+A call costs some microseconds: its times are those that the engine has anyway, and what it is was worked out at the
+first call of its kind. The file is written when the program ends (`fompi.traces.record`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter, deque
+from collections.abc import Hashable
+from dataclasses import replace
+from math import nan
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from fompi.base.layout import Extents, nbytes
+from fompi.base.log import log
+from fompi.engine.communicator import Communicator
+from fompi.runtime.compiled import COMPUTE
+from fompi.runtime.digest import Notes
+from fompi.runtime.program import Run
+from fompi.traces.record import CALL, MOST_CALLS, STEP, CallKind, RankRecord
+
+MOST_OPEN = MOST_KINDS = 1024
+"""Of this many finished calls, the newest, it is noted when the program begins to wait for them. Beyond this many kinds
+of calls, a kind is for all calls of about one size.
+"""
+
+WAIT = 5
+"""The place of this time in a call."""
+
+
+class Recorder(Notes):
+    """The record of this process. Thread-safe: the engine is locked when it notes a call."""
+
+    def __init__(self, folder: str):
+        super().__init__(folder)
+        self.kinds: dict[CallKind, int] = {}
+        self.known: dict[Hashable, tuple[int, list[int]]] = {}  # the number of a kind, and its ops that are products
+        self.calls: deque[list[Any]] = deque(maxlen=MOST_CALLS)
+        self.owners: dict[int, int] = {}  # those that end steps, by their id, and their numbers
+        self.numbers: Counter[Hashable] = Counter()  # of steps, messages and calls of the library, on each channel
+        self.open: dict[tuple[Any, int], list[Any]] = {}  # finished calls for which nobody has waited yet
+        self.asked: dict[tuple[Any, int], float] = {}  # when the program began to wait for calls that are in flight
+
+    def note(self, run: Run, _: object, extents: Extents, *given: Any, outputs: object) -> None:
+        """A call has finished on this rank."""
+        if run.error is not None:
+            return
+        key = run.comm, run.compiled, extents
+        kind, products = self.known.get(key) or self._kind(key, run, extents)
+        begun, _, last = run.agreed or (run.started, 0.0, None)
+        inside = sum([run.ended[i] - run.begun[i] for i in products])
+        *_, returned_at = given
+        times = (begun, begun, begun) if returned_at is None else (begun, returned_at, nan)
+        late = -1 if last is None else run.comm.link.world_ranks[last]
+        self._add(run.comm, run.stamp, [kind, late, run.stamp, *times, run.moved_at, inside])
+
+    def note_message(self, comm: Communicator, message: Any) -> None:
+        """A message is through."""
+        word, ends = "send", (comm.rank, message.peer)
+        if message.verb == "send":  # the peer does
+            word, ends = "recv", ends[::-1]
+        group = tuple(comm.link.world_ranks[end] for end in ends)
+        kind = CallKind(word, word, f"{comm.name} #{comm.number + 1}, tag {message.tag}", group, message.nbytes)
+        self._add_kind(comm, message.stamp, kind, (message.begun, message.begun, nan, message.ended))
+
+    def note_library(self, comm: Communicator, word: str, moves: str, args: Any, begun: float) -> None:
+        """The MPI library has carried out the collective `word` of mpi4py, which began at `begun`."""
+        arrays = [arg[0] if isinstance(arg, list) else arg for arg in args]
+        moved = max([int(getattr(array, "nbytes", 0)) for array in arrays], default=0)
+        kind = CallKind(word, moves, f"{comm.name} #{comm.number + 1} of MPI", tuple(comm.link.world_ranks), moved)
+        self._add_kind(comm, 0, kind, (begun, begun, begun, perf_counter()))
+
+    def awaited(self, comm: Communicator, stamp: int) -> None:
+        """The program waits for this call, or message, from now on."""
+        row = self.open.pop((comm, stamp), None)
+        if row is None:
+            self.asked.setdefault((comm, stamp), perf_counter())
+        else:
+            row[WAIT] = perf_counter()
+
+    def _add(self, comm: Communicator, stamp: int, row: list[Any]) -> None:
+        asked = self.asked.pop((comm, stamp), nan)
+        row[WAIT] = asked if row[WAIT] != row[WAIT] else row[WAIT]
+        if row[WAIT] != row[WAIT]:
+            self.open[comm, stamp] = row
+            if len(self.open) > MOST_OPEN:
+                del self.open[next(iter(self.open))]
+        self.calls.append(row)
+
+    def _add_kind(self, comm: Communicator, stamp: int, kind: CallKind, times: tuple[float, ...]) -> None:
+        """Add a call that has no plan: a message, or a collective of the MPI library."""
+        self.numbers[kind.channel, kind.group] += 1
+        self._add(comm, stamp, [self._number(kind), -1, self.numbers[kind.channel, kind.group], *times, 0.0])
+
+    def _number(self, kind: CallKind) -> int:
+        if kind not in self.kinds and len(self.kinds) >= MOST_KINDS:  # rows change at every call
+            kind = replace(kind, shapes="", nbytes=1 << kind.nbytes.bit_length())
+        return self.kinds.setdefault(kind, len(self.kinds))
+
+    def _kind(self, key: Hashable, run: Run, extents: Extents) -> tuple[int, list[int]]:
+        """A new kind of calls."""
+        compiled, problem, shapes = run.compiled, run.compiled.plan.problem, run.compiled.sized(extents).shapes
+        inputs = [buffer for buffer in compiled.program.buffers if buffer.is_input]
+        texts = [f"{buffer.name}[{', '.join(map(str, shapes[buffer.name]))}]" for buffer in inputs]
+        moving = sum(nbytes(shapes[buffer.name], buffer.dtype) for buffer in inputs if buffer.axis != "whole")
+        where = f"{run.comm.name} #{run.comm.number + 1}", tuple(run.comm.link.world_ranks), moving, problem.dtype
+        kind = CallKind(problem.operation, problem.moves, *where, f"{problem.dtype} {', '.join(texts)}", problem.wire)
+        products = [i for i, what in enumerate(compiled.kinds) if what == COMPUTE and not compiled.merges[i]]
+        if len(self.known) >= MOST_KINDS:
+            self.known.clear()
+        self.known[key] = found = self._number(kind), products
+        return found
+
+    def mark(self, *marked: object) -> None:
+        now, owner = perf_counter(), self.owners.setdefault(id(marked[0]), len(self.owners))
+        self.calls.append([STEP, owner, self.numbers[owner], now, now, now, now, 0.0])
+        self.numbers[owner] += 1
+
+    def finish(self) -> None:
+        """The program has ended: write the file."""
+        if os.getpid() != self.process:
+            return
+        most = max(self.owners.values(), key=self.numbers.__getitem__, default=0)  # the optimizer with most steps
+        own = self.owners.get(id(self.steps), most)
+        calls = np.array([tuple(row) for row in self.calls if row[0] != STEP or row[1] == own], CALL)
+        try:
+            RankRecord(self.rank, self.size, socket.gethostname(), tuple(self.kinds), calls).save(self.folder)
+        except OSError as error:
+            log.warning("rank %d cannot write its record to %s: %s", self.rank, self.folder, error)
