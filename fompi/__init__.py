@@ -78,6 +78,7 @@ from fompi.ops.operations import *  # noqa: F403
 from fompi.ops.pending import Pending
 from fompi.ops.replicated import sum_replicated
 from fompi.planner.explain import Explanation
+from fompi.plans.boxes import Box, Boxes
 from fompi.plans.plan import Plan
 from fompi.plans.staged import staged
 from fompi.plans.tree import Canonical
@@ -92,6 +93,7 @@ from fompi.tuning.adaptive import Adaptive, bind
 
 if TYPE_CHECKING:
     from fompi.parallel.interleave import interleave
+    from fompi.parallel.reshard import reshard
     from fompi.planner.balance import balance
     from fompi.planner.layout import layouts
     from fompi.planner.outer import outer_period
@@ -106,9 +108,10 @@ __all__ = [
     "layouts", "balance", "outer_period", "verify", "simulate", "schedule", "staged",
     # running: communicators, bound operations, measurements
     "Communicator", "Mesh", "Pending", "BoundCall", "Stop", "Device", "DeviceArray", "bind", "Executor",
-    "Adaptive", "calibrate", "mark_step", "gather_traces", "timeline", "interleave",
+    "Adaptive", "calibrate", "mark_step", "gather_traces", "timeline", "interleave", "reshard",
     # values
-    "Spec", "Shard", "Replicate", "Partial", "Canonical", "Plan", "Machine", "Explanation", "Trace", "Proof",
+    "Spec", "Shard", "Replicate", "Partial", "Box", "Boxes", "Canonical", "Plan", "Machine", "Explanation", "Trace",
+    "Proof",
     # errors and warnings
     "FompiError", "ShapeError", "LayoutError", "DtypeError", "TensorError", "ArgumentError", "DeviceError",
     "RaceError", "PlanError", "MismatchError", "PeerError", "WaitTimeout", "StateError", "LaunchError",
@@ -166,6 +169,7 @@ _LATE = {
     "gather_traces": "fompi.runtime.alignment",
     "calibrate": "fompi.tuning.calibrate",
     "mark_step": "fompi.runtime.report",
+    "reshard": "fompi.parallel.reshard",
     "interleave": "fompi.parallel.interleave",
 }
 """The modules of names that few programs use."""

@@ -1,0 +1,173 @@
+"""Another sharding of an array, in a run: `fompi.reshard`. The plan is `fompi.plans.resharding`.
+
+Each round is one all-to-all: what a rank sends is packed, and what has arrived is written to its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from fompi.backends.numbers import contiguous, fetch, place, upload
+from fompi.base.errors import LayoutError, ShapeError, StateError
+from fompi.base.layout import Layout, Partial, Replicate, Shard, as_integer
+from fompi.engine.communicator import Communicator
+from fompi.engine.handshake import digest
+from fompi.ops.operations import all_to_all
+from fompi.parallel.arrays import Array, array_of, borrow_any, enter, lent, read, start
+from fompi.parallel.section import Section
+from fompi.plans.boxes import Box, Boxes
+from fompi.plans.resharding import Resharding, resharding
+from fompi.tensors.dlpack import Tensor
+
+
+class _Reshard:
+    """y = the part of this rank in the sharding `target` of the array that is sharded as `source`
+
+        y = fompi.reshard(x, Shard(0), Shard(1), comm=comm)                  # a transpose: rows become columns
+        y = fompi.reshard(x, Boxes.over((n, k), Shard(0), 8), Boxes.over((n, k), Shard(0), 2, size=8), comm=comm)
+        pending = fompi.reshard.start(x, source, target, comm=comm)          # y = pending.wait(), later
+
+    `source` and `target` are Shard(dim), Replicate() or `fompi.Boxes`, the same on all ranks. With Shard(dim) as the
+    source ranks may have different numbers of rows; as the target they are as even as possible. x is the array of this
+    rank, an empty one where it has nothing. y has the framework and dtype of x. Any dtype, bit by bit. Of elements that
+    several ranks have, the nearest ones send, equally much; nothing is sent twice, and nothing that is here already.
+
+    `peak` is how many bytes a rank may need beside x and y; then messages come in rounds. None: one round. A started
+    call has its first round in flight, and the others in `wait`. Collective, also `wait`.
+    Raises LayoutError if the source lacks what the target needs, ShapeError if x is not what the source says.
+    """
+
+    def __call__(
+        self, x: Any, source: Layout | Boxes, target: Layout | Boxes, *, comm: Any = None, peak: int | None = None
+    ) -> Any:
+        return self.start(x, source, target, comm=comm, peak=peak).wait()
+
+    def start(
+        self, x: Any, source: Layout | Boxes, target: Layout | Boxes, *, comm: Any = None, peak: int | None = None
+    ) -> Moving:
+        """The same, in flight. Do not write to x before `wait` has returned."""
+
+        def check(group: Communicator) -> tuple[str, int, Tensor]:
+            tensor = borrow_any(x, "x")
+            words = _in_words(source, tensor.array, group, True), _in_words(target, tensor.array, group)
+            if peak is not None:
+                as_integer(peak, "peak")
+            here = source.dim if isinstance(source, Shard) else None
+            rows = 0 if here is None else tensor.array.shape[here]
+            return f"{' to '.join(words)}, {tensor.dtype}, {peak=}", rows, tensor
+
+        with Section("reshard"):
+            group, tensor, rows = enter("reshard", comm, check)
+            held = _as_boxes(source, tensor.array.shape, group.size, rows)
+            wanted = _as_boxes(target, held.shape, group.size)
+            plan = resharding(held, wanted, tensor.array.itemsize, peak, costs_of(group))
+            array = tensor.array if (device := place(tensor.array)) is None else read(fetch(tensor.array), group)
+            out = np.zeros(wanted.arrays[group.rank], array.dtype)
+            return Moving(
+                plan, contiguous(array).reshape(-1), out.reshape(-1), group,
+                lambda: lent(out if device is None else upload(out, tensor.array), tensor),
+            )  # fmt: skip
+
+    def __repr__(self) -> str:
+        return "fompi.reshard"
+
+
+reshard = _Reshard()
+
+
+def _in_words(sharding: Any, array: Array, comm: Communicator, is_source: bool = False) -> str:
+    """What must be the same on all ranks. Raises the error of what is no sharding of the array of this rank."""
+    if isinstance(sharding, Boxes):
+        if sharding.size != comm.size:
+            raise LayoutError(f"the boxes are of {sharding.size} ranks, but the communicator has {comm.size}")
+        if is_source and array.shape != sharding.arrays[comm.rank]:
+            raise ShapeError(f"x has the shape {array.shape}, but the source gives it {sharding.arrays[comm.rank]}")
+        return f"boxes of an array of the shape {sharding.shape}, {digest(repr(sharding)):x}"
+    if not isinstance(sharding, (Shard, Replicate)):
+        hint = ": sum it first, with reduce_scatter or all_reduce" if isinstance(sharding, Partial) else ""
+        raise LayoutError(f"{sharding!r} must be Shard(dim), Replicate() or fompi.Boxes{hint}")
+    ndim = array.ndim
+    if isinstance(sharding, Shard) and not -ndim <= sharding.dim < ndim:
+        raise ShapeError(f"x has the shape {array.shape}, which has no dimension for {sharding}")
+    return str(sharding)
+
+
+def _as_boxes(sharding: Any, shape: tuple[int, ...], size: int, rows: Any = None) -> Boxes:
+    """`sharding` of an array of this global shape. `rows`: those of each rank, and `shape` is that of one of them."""
+    if isinstance(sharding, Boxes):
+        return sharding
+    if rows is None or isinstance(sharding, Replicate):
+        return Boxes.over(shape, sharding, size)
+    dim = sharding.dim % len(shape)
+    return Boxes.sharded((*shape[:dim], sum(rows), *shape[dim + 1 :]), dim, rows)
+
+
+def costs_of(comm: Communicator) -> tuple[tuple[float, ...], ...] | None:
+    """The seconds of each link, as the machine or the hosts say. None: all are equal."""
+    ranks = range(comm.size)
+    if comm.machine is not None:
+        return tuple(tuple(comm.machine.link(a, b).seconds(1 << 20) if a != b else 0.0 for b in ranks) for a in ranks)
+    hosts = [comm.engine.hosts.get(world, 0) for world in comm.link.world_ranks]
+    return tuple(tuple(float(a != b) for b in hosts) for a in hosts) if comm.network else None
+
+
+class Moving:
+    """The rounds of a plan on this rank, from flat memory to flat memory. The first one is in flight."""
+
+    def __init__(self, plan: Resharding, source: Array, target: Array, comm: Communicator, result: Callable[[], Any]):
+        self.plan, self.comm, self._source, self._target = plan, comm.using(wire=None), source, target
+        self._result: Callable[[], Any] | None = result
+        self._calls = self._begun()
+        next(self._calls, None)
+        for move in plan.copies:
+            if move.source == comm.rank:
+                in_memory(target, move.write)[...] = in_memory(source, move.read)
+
+    def wait(self) -> Any:
+        """The array of this rank, once it is whole. Collective."""
+        if self._result is None:
+            raise StateError("this reshard has been waited for")
+        with Section("reshard"):
+            for _ in self._calls:
+                pass
+        result, self._result = self._result, None
+        return result()
+
+    def _begun(self) -> Iterator[None]:
+        """Run the rounds. Yields when one is in flight."""
+        rank, size = self.comm.rank, self.comm.size
+        for moves in self.plan.rounds:
+            leaving = sorted((m for m in moves if m.source == rank), key=lambda m: m.target)
+            coming = sorted((m for m in moves if m.target == rank), key=lambda m: m.source)
+            counts = [sum(m.elements for m in leaving if m.target == dest) for dest in range(size)]
+            packed, at = np.empty(sum(counts), self._source.dtype), 0
+            for move in leaving:
+                packed[at : (at := at + move.elements)].reshape(move.read.shape)[...] = in_memory(
+                    self._source, move.read
+                )
+            bits, each = _as_bits(packed), max(1, packed.itemsize // 8)
+            pending = start(all_to_all, bits, counts=[n * each for n in counts], dtype=bits.dtype.name, comm=self.comm)
+            del packed, bits
+            yield
+            arrived, at = array_of(pending.wait()).view(self._source.dtype), 0
+            for move in coming:
+                in_memory(self._target, move.write)[...] = arrived[at : (at := at + move.elements)].reshape(
+                    move.read.shape
+                )
+            del pending, arrived  # before the next round packs
+
+
+def _as_bits(array: Array) -> Array:
+    """An array as unsigned integers, which every transport carries as they are."""
+    return array.view(f"u{min(array.itemsize, 8)}")
+
+
+def in_memory(memory: Array, box: Box) -> Array:
+    """The elements of a box in the flat memory of a rank."""
+    nbytes = memory.itemsize
+    assert box.end <= memory.size or not prod(box.shape)
+    return np.ndarray(box.shape, memory.dtype, memory, box.at * nbytes, [stride * nbytes for stride in box.strides])
