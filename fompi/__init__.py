@@ -92,6 +92,7 @@ from fompi.traces.trace import Trace
 from fompi.tuning.adaptive import Adaptive, bind
 
 if TYPE_CHECKING:
+    from fompi.parallel.checkpoints import load, save
     from fompi.parallel.interleave import interleave
     from fompi.parallel.reshard import reshard
     from fompi.planner.balance import balance
@@ -108,7 +109,7 @@ __all__ = [
     "layouts", "balance", "outer_period", "verify", "simulate", "schedule", "staged",
     # running: communicators, bound operations, measurements
     "Communicator", "Mesh", "Pending", "BoundCall", "Stop", "Device", "DeviceArray", "bind", "Executor",
-    "Adaptive", "calibrate", "mark_step", "gather_traces", "timeline", "interleave", "reshard",
+    "Adaptive", "calibrate", "mark_step", "gather_traces", "timeline", "interleave", "reshard", "save", "load",
     # values
     "Spec", "Shard", "Replicate", "Partial", "Box", "Boxes", "Canonical", "Plan", "Machine", "Explanation", "Trace",
     "Proof",
@@ -148,6 +149,7 @@ DOORS.modes_of_torch = _late("fompi.torch.private", "modes")
 DOORS.modes_of_jax = _late("fompi.jax.private", "modes")
 DOORS.attention_of_torch = _late("fompi.torch.attention", "attention_of_torch")
 DOORS.strategy_of_jax = _late("fompi.jax.strategies", "differentiable")
+DOORS.parts_of_torch = _late("fompi.torch.checkpoint", "parts_of")
 DOORS.products = _late("fompi.torch.products", "bound")
 DOORS.comm = lambda: import_module("fompi.ops.intracomm").Comm
 DOORS.report = _late("fompi.runtime.report", "of_environment")
@@ -170,6 +172,8 @@ _LATE = {
     "calibrate": "fompi.tuning.calibrate",
     "mark_step": "fompi.runtime.report",
     "reshard": "fompi.parallel.reshard",
+    "save": "fompi.parallel.checkpoints",
+    "load": "fompi.parallel.checkpoints",
     "interleave": "fompi.parallel.interleave",
 }
 """The modules of names that few programs use."""

@@ -18,13 +18,30 @@ from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import digest
 from fompi.ops.operations import all_to_all
 from fompi.parallel.arrays import Array, array_of, borrow_any, enter, lent, read, start
-from fompi.parallel.section import Section
+from fompi.parallel.section import in_section
 from fompi.plans.boxes import Box, Boxes
 from fompi.plans.resharding import Resharding, resharding
 from fompi.tensors.dlpack import Tensor
 
 
-class _Reshard:
+class Startable:
+    """A function whose call is `start(...).wait()`."""
+
+    def __init__(self, start: Callable[..., Any]):
+        self.start, self.__doc__, self.__name__ = start, start.__doc__, start.__name__
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.start(*args, **options).wait()
+
+    def __repr__(self) -> str:
+        return f"fompi.{self.__name__}"
+
+
+@Startable
+@in_section("reshard")
+def reshard(
+    x: Any, source: Layout | Boxes, target: Layout | Boxes, *, comm: Any = None, peak: int | None = None
+) -> Moving:
     """y = the part of this rank in the sharding `target` of the array that is sharded as `source`
 
         y = fompi.reshard(x, Shard(0), Shard(1), comm=comm)                  # a transpose: rows become columns
@@ -37,46 +54,27 @@ class _Reshard:
     several ranks have, the nearest ones send, equally much; nothing is sent twice, and nothing that is here already.
 
     `peak` is how many bytes a rank may need beside x and y; then messages come in rounds. None: one round. A started
-    call has its first round in flight, and the others in `wait`. Collective, also `wait`.
+    call has its first round in flight, and the others in `wait`; do not write to x before. Collective, also `wait`.
     Raises LayoutError if the source lacks what the target needs, ShapeError if x is not what the source says.
     """
 
-    def __call__(
-        self, x: Any, source: Layout | Boxes, target: Layout | Boxes, *, comm: Any = None, peak: int | None = None
-    ) -> Any:
-        return self.start(x, source, target, comm=comm, peak=peak).wait()
+    def check(group: Communicator) -> tuple[str, int, Tensor]:
+        tensor = borrow_any(x, "x")
+        words = _in_words(source, tensor.array, group, True), _in_words(target, tensor.array, group)
+        if peak is not None:
+            as_integer(peak, "peak")
+        rows = tensor.array.shape[source.dim] if isinstance(source, Shard) else 0
+        return f"{' to '.join(words)}, {tensor.dtype}, {peak=}", rows, tensor
 
-    def start(
-        self, x: Any, source: Layout | Boxes, target: Layout | Boxes, *, comm: Any = None, peak: int | None = None
-    ) -> Moving:
-        """The same, in flight. Do not write to x before `wait` has returned."""
-
-        def check(group: Communicator) -> tuple[str, int, Tensor]:
-            tensor = borrow_any(x, "x")
-            words = _in_words(source, tensor.array, group, True), _in_words(target, tensor.array, group)
-            if peak is not None:
-                as_integer(peak, "peak")
-            here = source.dim if isinstance(source, Shard) else None
-            rows = 0 if here is None else tensor.array.shape[here]
-            return f"{' to '.join(words)}, {tensor.dtype}, {peak=}", rows, tensor
-
-        with Section("reshard"):
-            group, tensor, rows = enter("reshard", comm, check)
-            held = _as_boxes(source, tensor.array.shape, group.size, rows)
-            wanted = _as_boxes(target, held.shape, group.size)
-            plan = resharding(held, wanted, tensor.array.itemsize, peak, costs_of(group))
-            array = tensor.array if (device := place(tensor.array)) is None else read(fetch(tensor.array), group)
-            out = np.zeros(wanted.arrays[group.rank], array.dtype)
-            return Moving(
-                plan, contiguous(array).reshape(-1), out.reshape(-1), group,
-                lambda: lent(out if device is None else upload(out, tensor.array), tensor),
-            )  # fmt: skip
-
-    def __repr__(self) -> str:
-        return "fompi.reshard"
-
-
-reshard = _Reshard()
+    group, tensor, rows = enter("reshard", comm, check)
+    held = _as_boxes(source, tensor.array.shape, group.size, rows)
+    wanted = _as_boxes(target, held.shape, group.size)
+    plan = resharding(held, wanted, tensor.array.itemsize, peak, costs_of(group))
+    array = tensor.array if place(tensor.array) is None else read(fetch(tensor.array), group)
+    out = np.zeros(wanted.arrays[group.rank], array.dtype)
+    moving = Moving(plan, contiguous(array).reshape(-1), out.reshape(-1), group)
+    moving.result = lambda: lent(upload(out, tensor.array), tensor)
+    return moving
 
 
 def _in_words(sharding: Any, array: Array, comm: Communicator, is_source: bool = False) -> str:
@@ -118,23 +116,23 @@ def costs_of(comm: Communicator) -> tuple[tuple[float, ...], ...] | None:
 class Moving:
     """The rounds of a plan on this rank, from flat memory to flat memory. The first one is in flight."""
 
-    def __init__(self, plan: Resharding, source: Array, target: Array, comm: Communicator, result: Callable[[], Any]):
+    def __init__(self, plan: Resharding, source: Array, target: Array, comm: Communicator):
         self.plan, self.comm, self._source, self._target = plan, comm.using(wire=None), source, target
-        self._result: Callable[[], Any] | None = result
+        self.result: Callable[[], Any] | None = lambda: target
         self._calls = self._begun()
         next(self._calls, None)
         for move in plan.copies:
             if move.source == comm.rank:
                 in_memory(target, move.write)[...] = in_memory(source, move.read)
 
+    @in_section("reshard")
     def wait(self) -> Any:
         """The array of this rank, once it is whole. Collective."""
-        if self._result is None:
+        if self.result is None:
             raise StateError("this reshard has been waited for")
-        with Section("reshard"):
-            for _ in self._calls:
-                pass
-        result, self._result = self._result, None
+        for _ in self._calls:
+            pass
+        result, self.result = self.result, None
         return result()
 
     def _begun(self) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,12 +15,14 @@ from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.ops.operations import all_gather, all_reduce
 from fompi.parallel import section
-from fompi.parallel.arrays import borrow_any, call, check_place, lent, same_bits
+from fompi.parallel.arrays import borrow_any, call, check_place, lent, same_bits, tensor_of
 from fompi.parallel.axes import Axes
 from fompi.parallel.buckets import MOST_NAMED, detached
+from fompi.parallel.checkpoints import Held
 from fompi.parallel.gathers import Bucket
 from fompi.parallel.optimizers import MASTER
 from fompi.parallel.sums import Gradients
+from fompi.plans.boxes import Box, part_of, row_major
 
 Array = np.ndarray[Any, Any]
 Saved = dict[str, dict[str, Any]]
@@ -90,26 +92,85 @@ def load_state(dp: Parts, state: Mapping[str, Any]) -> None:
     for gradients in dp.gradients:
         if gradients.feedback is not None:
             gradients.feedback.lost = _own_lost(dp, gradients.bucket, lost)
+    parts = {
+        name: {k: v.reshape(-1)[bucket.elements(name)] if hasattr(v, "reshape") else v for k, v in taken[name].items()}
+        for bucket in dp.buckets
+        for name in bucket.names
+    }
+    take(dp, {name: value.reshape(-1) for name, value in values.items()}, parts)
+
+
+def take(dp: Parts, values: Mapping[str, Array], parts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Take flat parameters, and the parts of this rank of what the optimizer keeps.
+
+    A parameter is whole, or what zero=3 keeps of it.
+    """
     for bucket in dp.buckets:
         for name in bucket.names:
-            own, elements = bucket.own(name), bucket.elements(name)
+            own = bucket.own(name)
             if name in values:
-                flat, (a, b) = values[name].reshape(-1), bucket.spans[name]
+                (a, b), part = bucket.spans[name], values[name]
                 if bucket.full is not None:
-                    bucket.full[a:b] = flat
-                bucket.shard[own] = flat[elements]
-                bucket.master[own] = widen(flat[elements], bucket.dtype)
-            for key, value in taken[name].items():
-                part = value.reshape(-1)[elements] if hasattr(value, "reshape") else value
+                    bucket.full[a:b] = part
+                if part.size == b - a:
+                    part = part[bucket.elements(name)]
+                bucket.shard[own] = part
+                bucket.master[own] = widen(part, bucket.dtype)
+            for key, value in parts.get(name, {}).items():
                 if key == MASTER:
-                    is_of_value = narrow(part, bucket.dtype) == bucket.shard[own]  # else the parameter says more
-                    bucket.master[own] = np.where(is_of_value, part, bucket.master[own])
+                    is_of_value = narrow(value, bucket.dtype) == bucket.shard[own]  # else the parameter says more
+                    bucket.master[own] = np.where(is_of_value, value, bucket.master[own])
                 elif hasattr(value, "reshape"):
-                    bucket.states[name][key][...] = part
+                    bucket.states[name][key][...] = value
                 else:
                     bucket.states[name][key] = value
         if values:
             bucket.carry()
+
+
+def parts_of(dp: Parts, boxes_of: Mapping[str, tuple[Sequence[int], Sequence[Box]]]) -> dict[str, Any]:
+    """What this rank has, for a checkpoint: "parameters" and "optimizer", as copies.
+
+    `boxes_of`: the global shape and the boxes of a parameter that is a part itself.
+    """
+    if dp.feedback:
+        raise LayoutError("fompi.save has no place for what messages have lost (feedback=True): save state_dict()")
+    found: dict[str, Any] = {"parameters": {}, "optimizer": {}}
+    for bucket in dp.buckets:
+        if bucket.arrived is not None:  # it has what messages bring of the parameters
+            bucket.take_what_was_written()
+        for name in bucket.names:
+            shape, own, elements = bucket.shapes[name], bucket.own(name), bucket.elements(name)
+            whole = Box((0,) * len(shape), shape, 0, row_major(shape))
+            full, boxes = boxes_of.get(name, (shape, (whole,)))
+
+            def held(array: Array, dtype: str, is_optional: bool = False, run: slice = elements) -> Held:
+                of = part_of(boxes, shape, run.start, run.stop)  # noqa: B023
+                return Held(tensor_of(array.copy(), dtype), tuple(full), of, is_optional)  # noqa: B023
+
+            if bucket.full is not None and bucket.arrived is None:
+                a, b = bucket.spans[name]
+                found["parameters"][name] = held(bucket.full[a:b], bucket.dtype, run=slice(0, b - a))
+            else:
+                found["parameters"][name] = held(narrow(bucket.master[own], bucket.dtype), bucket.dtype)
+            found["optimizer"][name] = {
+                key: held(value, value.dtype.name, key == MASTER) if _is_spread(bucket, name, key) else value
+                for key, value in _kept(bucket, name).items()
+            }
+    return found
+
+
+def load_parts(dp: Parts, arrays: Mapping[str, Any]) -> None:
+    """Take what `fompi.load` has read, by the names of `parts_of`."""
+    values, parts = dict[str, Array](), dict[str, dict[str, Any]]()
+    for path, value in arrays.items():
+        kind, _, name = path.partition(".")
+        if kind == "parameters":
+            values[name] = value
+        else:
+            name, _, key = name.rpartition(".")
+            parts.setdefault(name, {})[key] = value
+    take(dp, values, parts)
 
 
 def _read(dp: Parts, state: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Array], dict[str, Array]]:

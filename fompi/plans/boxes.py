@@ -245,6 +245,19 @@ def run(shape: Shape, begin: int, end: int) -> Iterator[Box]:
         begin += prod(lengths)
 
 
+def part_of(boxes: Sequence[Box], shape: Shape, begin: int, end: int) -> tuple[Box, ...]:
+    """The boxes of the elements `begin` to `end` of a flattened array of this shape that has these boxes."""
+    strides, found = row_major(shape), []
+    for piece, box in product(run(shape, begin, end), boxes):
+        first = tuple(box.at // stride % n for stride, n in zip(strides, shape, strict=True))
+        both = common((first, Box(first, box.shape).region[1]), piece.region)
+        if both is not None:
+            offset = tuple(a + i - b for a, i, b in zip(box.offset, both[0], first, strict=True))
+            at = sum(i * stride for i, stride in zip(both[0], strides, strict=True)) - begin
+            found.append(Box(offset, tuple(b - a for a, b in zip(*both, strict=True)), at, strides))
+    return tuple(found)
+
+
 def _meet(one: Box, other: Box) -> bool:
     """True if two boxes of one rank have an element at one place in memory."""
     reach: dict[int, list[int]] = {}

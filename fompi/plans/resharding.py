@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
 from math import ceil, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fompi.base.errors import LayoutError, PlanError
 from fompi.plans.boxes import Box, Boxes, Region, Shape, common, head, volume, without
@@ -162,7 +162,7 @@ def resharding(
                 else:
                     wanted[_nearest(owners, rank, costs)].append((rank, region, box))
     moves = [Move(owner, rank, _read(source, owner, region), box.part(region))
-             for owner, rank, region, box in _dealt(wanted)]  # fmt: skip
+             for owner, rank, region, box in dealt(wanted)]  # fmt: skip
     rounds = _in_rounds(moves, source.size, None if peak is None else peak // itemsize)
     made = Resharding(source, target, itemsize, peak, tuple(copies), rounds)
     made.verify()
@@ -176,6 +176,11 @@ def _held_regions(boxes: Boxes) -> list[tuple[Region, Shape]]:
         for region in dict.fromkeys(box.region for box in of):
             held[region] = (*held.get(region, ()), rank)
     return [*held.items()]
+
+
+def held_cells(boxes: Boxes) -> list[tuple[Region, Shape]]:
+    """The whole array in pieces that have the same owners throughout. A hole has none."""
+    return cells(((0,) * len(boxes.shape), boxes.shape), _held_regions(boxes)) if prod(boxes.shape) else []
 
 
 def cells(region: Region, held: Sequence[tuple[Region, Shape]]) -> list[tuple[Region, Shape]]:
@@ -206,21 +211,21 @@ def _nearest(owners: Shape, rank: int, costs: Sequence[Sequence[float]] | None) 
     return tuple(owner for owner in owners if costs[owner][rank] <= least)
 
 
-def _dealt(wanted: Mapping[Shape, Sequence[tuple[int, Region, Box]]]) -> Iterator[tuple[int, int, Region, Box]]:
-    """(owner, rank, region, box): what is wanted of several owners is cut, so that they send equally much."""
+def dealt(wanted: Mapping[Shape, Sequence[tuple[Any, Region, Any]]]) -> Iterator[tuple[int, Any, Region, Any]]:
+    """(owner, who, region, what) from (who, region, what) by owners: all of several ones is cut, to equal sums."""
     amounts = {owners: sum(volume(region) for _, region, _ in of) for owners, of in wanted.items()}
     quotas = balanced(amounts)
     for owners, of in wanted.items():
         left = [ceil(n) for n in quotas[owners]]
         rest, at = [*of][::-1], 0
         while rest:
-            rank, region, box = rest.pop()
+            who, region, what = rest.pop()
             while left[at] < 1 and at + 1 < len(owners):
                 at += 1
             piece = head(region, left[at]) if at + 1 < len(owners) else region
-            rest += [(rank, other, box) for other in without(region, piece)[::-1]]
+            rest += [(who, other, what) for other in without(region, piece)[::-1]]
             left[at] -= volume(piece)
-            yield owners[at], rank, piece, box
+            yield owners[at], who, piece, what
 
 
 def balanced(amounts: Mapping[Shape, int]) -> dict[Shape, list[float]]:

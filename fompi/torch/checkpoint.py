@@ -18,6 +18,7 @@ from fompi.parallel import section
 from fompi.parallel.arrays import leaves_of, same_bits
 from fompi.parallel.axes import agree_everywhere
 from fompi.parallel.buckets import clip_factor
+from fompi.parallel.checkpoints import Held
 from fompi.parallel.leaves import exact_sums
 from fompi.parallel.section import in_section
 from fompi.torch.sharded import PartLayout, Sharded
@@ -81,6 +82,20 @@ def load_full_state_dict(
         for name, value in state.items()
     }
     return module.load_state_dict(parts, strict=strict, assign=assign)
+
+
+def parts_of(module: Any) -> dict[str, Any]:
+    """What this rank has of module.state_dict(): parameters, and of what is no parameter that of the first rank."""
+    layouts, own = layouts_of(module), {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    _check_all_known(module, layouts)
+    found: dict[str, Any] = {}
+    for name, value in module.state_dict().items():
+        if name in layouts:
+            comm, layout = layouts[name]
+            found[name] = Held(value, layout.shape, layout.boxes_on(comm.rank))
+        else:
+            found[name] = Held(value, of_first=name not in own) if isinstance(value, torch.Tensor) else value
+    return found
 
 
 PRUNED = ("_orig", "_mask")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import sqrt
+from math import prod, sqrt
 from typing import Any
 
 import torch
@@ -14,11 +14,12 @@ from torch.nn import init
 from fompi.base.call_options import OF_COMMUNICATOR, in_words
 from fompi.base.differences import detail
 from fompi.base.errors import DtypeError, LayoutError, TensorError
-from fompi.base.layout import integer, offsets
+from fompi.base.layout import Replicate, integer, offsets
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import digest
-from fompi.ops.operations import all_gather
 from fompi.parallel.arrays import FLOATS, carrying, enter
+from fompi.parallel.reshard import reshard
+from fompi.plans.boxes import Box, Boxes, row_major
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,21 @@ class PartLayout:
         """The full parameter, from the part of this rank. Collective."""
         if self.dim is None:
             return part.clone()
-        gathered = all_gather(part.movedim(self.dim, 0).contiguous(), comm=comm)
-        full = gathered.new_empty((self.shape[self.dim], *gathered.shape[1:]))
-        begin = 0
-        for run in (run for runs in self.runs for run in runs):
-            full[run.start : run.stop] = gathered[begin : (begin := begin + len(run))]
-        return full.movedim(0, self.dim).contiguous()
+        boxes = tuple(map(self.boxes_on, range(comm.size)))
+        held = Boxes(self.shape, boxes, tuple(map(self.shape_on, range(comm.size))))
+        full: torch.Tensor = reshard(part.detach(), held, Replicate(), comm=comm)
+        return full
+
+    def boxes_on(self, rank: int) -> tuple[Box, ...]:
+        """The boxes of the full parameter in the part of a rank."""
+        local, at, found = self.shape_on(rank), 0, []
+        runs = self.runs[rank] if self.dim is not None else [range(1)]
+        for run in runs:
+            offset = tuple(run.start if i == self.dim else 0 for i in range(len(local)))
+            shape = tuple(len(run) if i == self.dim else n for i, n in enumerate(local))
+            found.append(Box(offset, shape, at, row_major(local)))
+            at += prod(shape[self.dim or 0 :])
+        return tuple(found)
 
     def shape_on(self, rank: int) -> tuple[int, ...]:
         """The shape of the part of a rank."""

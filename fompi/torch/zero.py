@@ -18,7 +18,7 @@ from fompi.base.errors import LayoutError, StateError
 from fompi.engine.communicator import Communicator
 from fompi.parallel.data import DataParallel
 from fompi.tensors import dlpack
-from fompi.torch.checkpoint import layouts_of
+from fompi.torch.checkpoint import layouts_of, parts_of
 from fompi.torch.nn import replicated
 from fompi.torch.parameters import Parameters, Wrapper, copy_from_rank_0, enter
 
@@ -161,6 +161,21 @@ class ZeroDataParallel(Wrapper):
         for name in lost:
             parts[name] = {key: value for key, value in parts[name].items() if key != FEEDBACK}
         self.parallel.load_state_dict({"optimizer": parts} | ({FEEDBACK: lost} if lost else {}))
+
+    def checkpoint_parts(self) -> dict[str, Any]:
+        """What this rank has, for `fompi.save` and `fompi.load`."""
+        self.refuse_copy()
+        self.wait()
+        found, named = parts_of(self.module), self._known.named
+        of_module = {name: (each.shape, each.boxes) for name, each in found.items() if name in named}
+        parts = self.parallel.checkpoint_parts(of_module)
+        return {"module": found | parts["parameters"], "optimizer": parts["optimizer"]}
+
+    @torch.no_grad()
+    def checkpoint_loaded(self, arrays: Mapping[str, Any]) -> None:
+        """Take what `fompi.load` has read."""
+        names = {f"module.{name}": f"parameters.{name}" for name in self._known.named}
+        self.parallel.checkpoint_loaded({names.get(n, n): a for n, a in arrays.items() if n in names or n[0] == "o"})
 
     @torch.no_grad()
     def wait(self, names: Iterable[str] | None = None) -> None:
