@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
 from secrets import token_hex
@@ -185,11 +186,11 @@ def _shares(made: Checkpoint, tables: Sequence[Any]) -> Mapping[int, dict[str, t
     for owner, keys in sorted(files.items()):
         _, begins = header_bytes({k: (made.arrays[n].dtype, b.shape) for k, (n, b) in keys.items()}, made.id)
         for (name, box), begin in zip(keys.values(), begins, strict=False):
-            made.arrays[name].parts.append(Part(_file(made, owner), begin, box.offset, box.shape))
+            made.arrays[name].parts.append(Part(file_of(made, owner), begin, box.offset, box.shape))
     return files
 
 
-def _file(made: Checkpoint, rank: int) -> str:
+def file_of(made: Checkpoint, rank: int) -> str:
     return f"{made.id}-{rank}.safetensors"
 
 
@@ -199,7 +200,7 @@ class Saving:
     def __init__(self, made: Checkpoint, copies: dict[str, Array], comm: Communicator):
         self._made, self._copies, self._comm, self._begun = made, copies, comm, perf_counter()
         self._error: Exception | None = None
-        self._path, self._nbytes, self._sums = made.directory / _file(made, comm.rank), 0, list[int]()
+        self._path, self._written = made.directory / file_of(made, comm.rank), (0, list[int]())
         self._writer: Thread | None = Thread(target=self._write, name="fompi save", daemon=True)
         self._writer.start()
 
@@ -210,19 +211,7 @@ class Saving:
                  for (key, array), name in zip(self._copies.items(), names, strict=True)}  # fmt: skip
         try:
             self._made.directory.mkdir(parents=True, exist_ok=True)
-            with self._path.open("wb") as file:
-                head = np.frombuffer(header_bytes(forms, self._made.id)[0], np.uint8)
-                for piece in (head, *self._copies.values()):
-                    data = piece.reshape(-1).view(np.uint8).data
-                    while data:
-                        now = data[: BLOCK - self._nbytes % BLOCK]
-                        if self._nbytes % BLOCK == 0:
-                            self._sums.append(0)
-                        self._sums[-1] = crc32(now, self._sums[-1])
-                        self._nbytes += file.write(now)
-                        data = data[len(now) :]
-                file.flush()
-                os.fsync(file.fileno())
+            self._written = write_file(self._path, header_bytes(forms, self._made.id)[0], self._copies.values())
         except Exception as error:
             why = getattr(error, "strerror", None) or error
             self._error = StateError(
@@ -239,32 +228,48 @@ class Saving:
         self._writer, made = None, self._made
         try:
             agree(self._comm, "save: the files of all ranks", self._error)
-            written = _told([self._nbytes, self._sums], self._comm)
-            made.sums = {_file(made, rank): tuple(each) for rank, each in enumerate(written)}
-            agree(self._comm, "save: the rename", self._renamed() if self._comm.rank == 0 else None)
+            written = _told(self._written, self._comm)
+            made.sums = {file_of(made, rank): tuple(each) for rank, each in enumerate(written)}
+            agree(self._comm, "save: the rename", finish(made) if self._comm.rank == 0 else None)
         except Exception:
             self._path.unlink(missing_ok=True)
             raise
         seconds = perf_counter() - self._begun
         log.info("save: %s in %s in %.1f s", format_nbytes(made.nbytes), made.directory, seconds)
 
-    def _renamed(self) -> Exception | None:
-        """The new index takes the place of the old one: from then on it is the checkpoint. Old files go."""
-        folder = self._made.directory
-        try:
-            beside = folder / f"{self._made.id}.json"
-            with beside.open("w") as file:
-                file.write(self._made.text())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, folder / INDEX)
-        except OSError as error:
-            beside.unlink(missing_ok=True)
-            return StateError(f"rank 0 cannot write {folder / INDEX}: {error.strerror}. The old checkpoint stays")
-        for old in (*folder.glob("????????????????-*.safetensors"), *folder.glob("????????????????.json")):
-            if old.name not in self._made.sums:
-                old.unlink(missing_ok=True)
-        return None
+
+def write_file(path: Path, head: bytes, arrays: Iterable[Array]) -> tuple[int, list[int]]:
+    """Write a file, and await that the disk has it. Returns its bytes and the sums of its blocks."""
+    nbytes, sums = 0, list[int]()
+    with path.open("wb") as file:
+        for piece in chain([np.frombuffer(head, np.uint8)], arrays):
+            data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
+            while data:
+                now = data[: BLOCK - nbytes % BLOCK]
+                if nbytes % BLOCK == 0:
+                    sums.append(0)
+                sums[-1] = crc32(now, sums[-1])
+                nbytes += file.write(now)
+                data = data[len(now) :]
+        file.flush()
+        os.fsync(file.fileno())
+    return nbytes, sums
+
+
+def finish(made: Checkpoint) -> Exception | None:
+    """The new index takes the place of the old one: from then on it is the checkpoint. Old files go."""
+    folder = made.directory
+    beside = folder / f"{made.id}.json"
+    try:
+        write_file(beside, made.text().encode(), ())
+        os.replace(beside, folder / INDEX)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        return StateError(f"rank 0 cannot write {folder / INDEX}: {error.strerror}. The old checkpoint stays")
+    for old in (*folder.glob("????????????????-*.safetensors"), *folder.glob("????????????????.json")):
+        if old.name not in made.sums:
+            old.unlink(missing_ok=True)
+    return None
 
 
 # ------------------------------------------------------------------------------------------------------------- load

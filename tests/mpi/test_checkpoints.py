@@ -10,6 +10,8 @@ import pytest
 
 import fompi
 from fompi import Boxes, LayoutError, Replicate, ShapeError, Shard, StateError
+from fompi.base.stored import open_checkpoint
+from fompi.cli.reshard import whole_arrays
 from fompi.parallel.data import AdamW, DataParallel
 
 pytestmark = pytest.mark.ranks(mpich=[2], openmpi=[2])
@@ -227,3 +229,28 @@ def test_a_hugging_face_folder_is_read(world, folder):
     w = np.zeros(boxes.arrays[world.rank], np.float32)
     fompi.load(folder, {"w": (w, boxes)}, comm=world)
     assert w.reshape(-1).tolist() == [*range(world.rank, 8, 2)]
+
+
+def test_the_command_line(world, folder, capsys):
+    write(world, folder / "run")
+    if world.rank:
+        return
+    from fompi.cli.main import main
+
+    assert main(["checkpoint", str(folder / "run"), "--arrays"]) == 0
+    text = capsys.readouterr().out
+    assert "step 4, 2 arrays of 684 B in 2 files of 2 ranks, 1 values" in text and "every byte is as" in text
+    for more in ([], ["--files", "2"], ["--hf", "--files", "2"]):
+        target = folder / "-".join(["to", *more])
+        assert main(["reshard", str(folder / "run"), str(target), *more]) == 0
+        assert main(["checkpoint", str(target), "--json"]) == 0
+        found = open_checkpoint(target)
+        assert found.step == (None if "--hf" in more else 4)
+        (x,) = whole_arrays(found, ["a.x"])
+        assert np.array_equal(x, X)
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 684 and len({*index["weight_map"].values()}) == 2
+    damaged_file = next((folder / "run").glob("*.safetensors"))
+    damaged_file.write_bytes(damaged_file.read_bytes()[:-1])
+    assert main(["checkpoint", str(folder / "run")]) == 1
+    assert "not whole" in capsys.readouterr().out
