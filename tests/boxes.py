@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 
 from fompi import Replicate, Shard
-from fompi.plans.boxes import Box, Boxes, row_major
+from fompi.plans.boxes import Box, Boxes
 
 PADDING = -7
 
@@ -36,25 +36,19 @@ def sharding_of(rng: Random, shape: tuple[int, ...], size: int) -> Boxes:
     if kind == "some":
         count = rng.randint(1, size)
         return Boxes.over(shape, layout, count, rng.sample(range(size), count), size)
-    of, arrays = [], []
-    for rank in range(size):
-        places = range(rank, shape[dim], size)
-        local = tuple(len(places) if i == dim else n for i, n in enumerate(shape))
-        strides, lengths = row_major(local), tuple(1 if i == dim else n for i, n in enumerate(shape))
-        of.append(tuple(Box(tuple(place if i == dim else 0 for i in range(len(shape))), lengths, at * strides[dim],
-                            strides) for at, place in enumerate(places)))  # fmt: skip
-        arrays.append(local)
-    return Boxes(shape, tuple(of), tuple(arrays))
+    lengths = tuple(1 if i == dim else n for i, n in enumerate(shape))
+    columns = [Box(tuple(place if i == dim else 0 for i in range(len(shape))), lengths) for place in range(shape[dim])]
+    return Boxes(shape, tuple(tuple(columns[rank::size]) for rank in range(size)))
 
 
-def view(memory: np.ndarray, box: Box) -> np.ndarray:
-    """The elements of a box in a flat array."""
-    nbytes = memory.itemsize
-    return np.ndarray(box.shape, memory.dtype, memory, box.at * nbytes, [stride * nbytes for stride in box.strides])
+def views(memory: np.ndarray, boxes: tuple[Box, ...]) -> list[np.ndarray]:
+    """The elements of each box in a flat array."""
+    ends = np.cumsum([0, *(prod(box.shape) for box in boxes)])
+    return [memory[a:b].reshape(box.shape) for a, b, box in zip(ends, ends[1:], boxes, strict=False)]
 
 
 def index(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(a, b) for a, b in zip(*box.region, strict=True))
+    return tuple(slice(a, a + n) for a, n in zip(box.offset, box.shape, strict=True))
 
 
 def held(x: np.ndarray, boxes: Boxes) -> list[np.ndarray]:
@@ -62,8 +56,8 @@ def held(x: np.ndarray, boxes: Boxes) -> list[np.ndarray]:
     found = []
     for shape, of in zip(boxes.arrays, boxes.of, strict=True):
         memory = np.full(prod(shape), PADDING, x.dtype)
-        for box in of:
-            view(memory, box)[...] = x[index(box)]
+        for view, box in zip(views(memory, of), of, strict=True):
+            view[...] = x[index(box)]
         found.append(memory)
     return found
 

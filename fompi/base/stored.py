@@ -42,6 +42,11 @@ class Part(NamedTuple):
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
+    def rows(self, low: Sequence[int], high: Sequence[int], itemsize: int) -> tuple[int, int]:
+        """The bytes of the file with the rows that the elements `low` to `high` of the array are in."""
+        row, first = prod(self.shape[1:]) * itemsize, sum(self.offset[:1])
+        return self.begin + (sum(low[:1]) - first) * row, self.begin + (sum(high[:1]) - first if high else 1) * row
+
 
 class Stored(NamedTuple):
     """An array in files."""

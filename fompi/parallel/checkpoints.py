@@ -10,19 +10,17 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from pathlib import Path
 from secrets import token_hex
 from threading import Thread
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 import numpy as np
 
-from fompi.backends.half import storage
 from fompi.backends.numbers import place
 from fompi.base.doors import DOORS
 from fompi.base.errors import LayoutError, ShapeError, StateError, TensorError
@@ -33,82 +31,103 @@ from fompi.engine.handshake import agree
 from fompi.ops.operations import all_gather
 from fompi.parallel.arrays import Array, borrow_any, call, lent
 from fompi.parallel.buckets import MOST_NAMED, detached
-from fompi.parallel.reshard import Startable, in_memory
+from fompi.parallel.reshard import Startable, views
 from fompi.parallel.section import in_section
-from fompi.plans.boxes import Box, Boxes, common, row_major, volume
+from fompi.plans.boxes import Box, Boxes, common, run
 from fompi.plans.plan import format_nbytes
-from fompi.plans.resharding import dealt, held_cells
+from fompi.plans.resharding import cells, dealt
 from fompi.tensors import dlpack
 
 
-@dataclass
 class Held:
-    """What a rank has of a named array: a tensor, and its boxes in the memory of that, in the order of its rows.
+    """What this rank has of a named array: `boxes`, and an array of each in `views`.
 
-    Without boxes it is the whole array, the same on all ranks; with `of_first` that of the first rank that has it. An
-    `optional` one stays as it is where a checkpoint has none of its name.
+    Without boxes the tensor is the whole array, the same on all ranks; with `of_first` that of the first rank that has
+    it. An `optional` one stays as it is where a checkpoint has none of its name.
     """
 
-    tensor: Any
-    shape: tuple[int, ...] = ()
-    boxes: tuple[Box, ...] | None = None
-    optional: bool = False
-    of_first: bool = False
-
-    def __post_init__(self) -> None:
-        self.borrowed = borrow_any(detached(self.tensor), "a tensor of the state")
-        self.array: Array = self.borrowed.array
-        if place(self.array) is not None:
+    def __init__(
+        self,
+        tensor: Any,
+        shape: Sequence[int] | None = None,
+        boxes: Sequence[Box] = (),
+        arrays: Sequence[Array] | None = None,
+        of_first: bool = False,
+        optional: bool = False,
+    ):
+        self.tensor, self.of_first, self.optional = tensor, of_first, optional
+        self.borrowed = borrow_any(detached(tensor), "a tensor of the state")
+        array = self.borrowed.array
+        if place(array) is not None:
             raise TensorError("checkpoints are of tensors on the host: copy those of a device")
-        self.is_alike = self.boxes is None and not self.of_first
-        if self.boxes is None:
-            self.shape = self.array.shape
-            self.boxes = (Box((0,) * len(self.shape), self.shape, 0, row_major(self.shape)),)
-
-    @property
-    def flat(self) -> Array:
-        return np.ascontiguousarray(self.array).reshape(-1)
+        self.is_new = arrays is None and not array.flags.writeable
+        self.array: Array = array.copy() if self.is_new else array
+        self.is_alike = shape is None and not of_first
+        self.shape = tuple(array.shape if shape is None else shape)
+        self.boxes = tuple(boxes) if shape is not None else (Box((0,) * array.ndim, array.shape),)
+        self.views = views(self.array, self.boxes) if arrays is None else arrays
 
     def words(self) -> dict[str, Any]:
         """What other ranks must know of it."""
-        alike = crc32(self.flat.view(np.uint8).data) if self.is_alike else None
-        return {"dtype": self.borrowed.dtype, "shape": self.shape, "boxes": self.boxes, "sum": alike,
-                "elements": self.array.size, "of_first": self.of_first}  # fmt: skip
+        alike = crc32(np.ascontiguousarray(self.array).reshape(-1).view(np.uint8).data) if self.is_alike else None
+        form = {"dtype": self.borrowed.dtype, "shape": self.shape, "sum": alike}
+        return {"form": form, "boxes": self.boxes, "of_first": self.of_first}
+
+    def loaded(self) -> Any:
+        """The tensor with what was written to `views`."""
+        dlpack.mark_written(self.tensor)
+        return lent(self.array, self.borrowed) if self.is_new else self.tensor
+
+
+Placed = Sequence[tuple[Box, Box]]
+"""Boxes in a part of an array, and which boxes of the whole array they are."""
+
+
+def within(array: Array, shape: Sequence[int], elements: slice, placed: Placed) -> tuple[list[Box], list[Array]]:
+    """The boxes of a whole array, and an array of each, that are in some elements of a flattened part of it.
+
+    `shape` and `placed` are those of the part. `array` has these elements.
+    """
+    boxes, arrays = list[Box](), list[Array]()
+    runs = [*run(tuple(shape), elements.start, elements.stop)]
+    for here, view in zip(runs, views(array, runs), strict=True):
+        for local, whole in placed:
+            if (both := common(here, local)) is not None:
+                steps = zip(whole.offset, both.offset, local.offset, strict=True)
+                boxes.append(Box(tuple(a + b - c for a, b, c in steps), both.shape))
+                arrays.append(view[here.slices(both)])
+    return boxes, arrays
 
 
 def held_in(state: Any, rank: int, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The arrays of a state, as Held, and its other values, by names that are joined with dots."""
-    if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], Boxes):
-        array, boxes = borrow_any(detached(state[0]), prefix).array, state[1]
-        if rank >= boxes.size or array.shape != boxes.arrays[rank]:
-            raise ShapeError(f"{prefix!r} has the shape {array.shape}, which is not that of rank {rank} of its boxes")
-        yield prefix, Held(state[0], boxes.shape, boxes.of[rank])
-    elif isinstance(state, Held) or state is None or isinstance(state, (str, bool, int, float, list)):
-        yield prefix, state
-    elif isinstance(parts := _parts_of(state), Mapping):
-        for key, value in parts.items():
-            yield from held_in(value, rank, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, Held(state)
-
-
-def _parts_of(state: Any) -> Any:
-    """The mapping that an object is, or says it is."""
     if hasattr(state, "checkpoint_parts"):
-        return state.checkpoint_parts()
-    return DOORS.parts_of_torch(state) if hasattr(state, "state_dict") else state
+        state = state.checkpoint_parts()
+    elif hasattr(state, "state_dict"):
+        state = DOORS.parts_of_torch(state)
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from held_in(value, rank, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], Boxes):
+        boxes = state[1]
+        if rank >= boxes.size or tuple(state[0].shape) != boxes.arrays[rank]:
+            raise ShapeError(f"{prefix!r}: {tuple(state[0].shape)} is not the shape that its boxes give to rank {rank}")
+        yield prefix, Held(state[0], boxes.shape, boxes.of[rank])
+    else:
+        is_value = state is None or isinstance(state, (Held, str, bool, int, float, list))
+        yield prefix, state if is_value else Held(state)
 
 
-def _read_state(what: str, state: Any, comm: Communicator, error: Exception | None = None) -> dict[str, Any]:
-    """What this rank has. All ranks go on with the same words of `what`, or all raise."""
-    found: dict[str, Any] = {}
+def _read_state(what: str, state: Any, comm: Communicator, error: Exception | None = None) -> Any:
+    """(the arrays, the values) of this rank. All ranks go on with the same words of `what`, or all raise."""
+    arrays, values = dict[str, Held](), dict[str, Any]()
     try:
         for name, value in held_in(state, comm.rank) if error is None else ():
-            found[name] = value
+            (arrays if isinstance(value, Held) else values)[name] = value
     except Exception as refusal:
         error = refusal
     agree(comm, what, error)
-    return found
+    return arrays, values
 
 
 # ------------------------------------------------------------------------------------------------------------- save
@@ -129,20 +148,20 @@ def save(directory: Any, state: Any, *, step: int | None = None, comm: Any = Non
     rank cannot write, on all ranks.
     """
     group = Communicator.of(comm)
-    held = _read_state(f"save, {os.fspath(directory)!r}, {step=}", state, group)
-    arrays = {name: value for name, value in held.items() if isinstance(value, Held)}
-    values = {name: value for name, value in held.items() if not isinstance(value, Held)}
+    arrays, values = _read_state(f"save, {os.fspath(directory)!r}, {step=}", state, group)
     words = {name: each.words() for name, each in arrays.items()}
     tables = _told({"arrays": words, "values": values, "id": token_hex(8)}, group)
-    merged = {name: value for table in tables for name, value in table["values"].items()}
+    made = Checkpoint(Path(directory), id=tables[0]["id"], step=step, ranks=group.size)
     for rank, table in enumerate(tables):
         for name, value in table["values"].items():
-            if json.dumps(value) != json.dumps(merged[name]):
-                raise LayoutError(f"save: {name!r} is {value!r} on rank {rank}, but {merged[name]!r} on another rank")
-    made = Checkpoint(Path(directory), {}, merged, tables[0]["id"], step, group.size)
-    flats = {name: each.flat for name, each in arrays.items()}
-    shares = _shares(made, tables)[group.rank]
-    return Saving(made, {key: np.array(in_memory(flats[name], box)) for key, (name, box) in shares.items()}, group)
+            if json.dumps(known := made.values.setdefault(name, value)) != json.dumps(value):
+                raise LayoutError(f"save: {name!r} is {value!r} on rank {rank}, but {known!r} on another rank")
+    copies = {}
+    for key, (name, box) in _shares(made, tables)[group.rank].items():
+        held = arrays[name]
+        number = next(i for i, each in enumerate(held.boxes) if common(each, box) == box)
+        copies[key] = np.array(held.views[number][held.boxes[number].slices(box)])
+    return Saving(made, copies, group)
 
 
 def _told(table: Any, comm: Communicator) -> list[Any]:
@@ -159,34 +178,31 @@ def _shares(made: Checkpoint, tables: Sequence[Any]) -> Mapping[int, dict[str, t
     Raises LayoutError where ranks contradict each other. All of them see the same.
     """
     wanted = defaultdict[tuple[int, ...], list[Any]](list)
-    boxes_of: dict[str, Boxes] = {}
     for name in dict.fromkeys(name for table in tables for name in table["arrays"]):
-        found = {r: table["arrays"][name] for r, table in enumerate(tables) if name in table["arrays"]}
-        (first, form), *others = found.items()
-        for other, each in others:
-            for what in ("dtype", "shape", "sum"):
-                if each[what] != form[what]:
-                    same = "the bits" if what == "sum" else f"the {what} {each[what]}"
-                    raise LayoutError(
-                        f"save: {name!r} on rank {other} has not {same} of rank {first}: where ranks have parts or "
-                        "values of their own, pair the tensor with its Boxes, or give it a name of its own on each rank"
-                    )
-        each_rank = [found.get(r, {"boxes": [], "elements": 0}) for r in range(len(tables))]
-        of = tuple(tuple(Box(tuple(o), tuple(n), at, tuple(s)) for o, n, at, s in each["boxes"]) for each in each_rank)
-        boxes = boxes_of[name] = Boxes(tuple(form["shape"]), of, tuple((each["elements"],) for each in each_rank))
-        made.arrays[name] = Stored(form["dtype"], boxes.shape, [])
-        for region, owners in held_cells(boxes):
+        found = {rank: table["arrays"][name] for rank, table in enumerate(tables) if name in table["arrays"]}
+        (first, each), *others = found.items()
+        for other, its in others:
+            if its["form"] != each["form"]:
+                what = next(what for what in its["form"] if its["form"][what] != each["form"][what])
+                raise LayoutError(
+                    f"save: {name!r} on rank {other} has not the {what.replace('sum', 'bits')} of rank {first}: where "
+                    "ranks have parts, pair the tensor with its Boxes; values of their own need names of their own"
+                )
+        shape, none = tuple(each["form"]["shape"]), {"boxes": ()}
+        of = (found.get(rank, none)["boxes"] for rank in range(len(tables)))
+        boxes = Boxes(shape, tuple(tuple(Box(tuple(offset), tuple(n)) for offset, n in listed) for listed in of))
+        made.arrays[name] = Stored(each["form"]["dtype"], shape, [])
+        for part, owners in cells(Box((0,) * len(shape), shape), boxes):
             if not owners:
-                raise LayoutError(f"save: no rank has the elements {region} of {name!r}, a hole")
-            wanted[owners[:1] if form["of_first"] else owners].append((name, region, None))
+                raise LayoutError(f"save: no rank has the elements {part} of {name!r}, a hole")
+            wanted[owners[:1] if each["of_first"] else owners].append((name, part))
     files = defaultdict[int, dict[str, tuple[str, Box]]](dict)
-    for owner, name, region, _ in dealt(wanted):
-        box = next(b for b in boxes_of[name].of[owner] if common(b.region, region) == region).part(region)
+    for owner, name, box in dealt(wanted):
         files[owner][f"{name}#{len(files[owner])}"] = name, box
     for owner, keys in sorted(files.items()):
-        _, begins = header_bytes({k: (made.arrays[n].dtype, b.shape) for k, (n, b) in keys.items()}, made.id)
-        for (name, box), begin in zip(keys.values(), begins, strict=False):
-            made.arrays[name].parts.append(Part(file_of(made, owner), begin, box.offset, box.shape))
+        forms = {key: (made.arrays[name].dtype, box.shape) for key, (name, box) in keys.items()}
+        for (name, box), begin in zip(keys.values(), header_bytes(forms, made.id)[1], strict=False):
+            made.arrays[name].parts.append(Part(file_of(made, owner), begin, *box))
     return files
 
 
@@ -198,26 +214,21 @@ class Saving:
     """A checkpoint on its way to the disk. `wait()` ends it; until then the old one is the one that counts."""
 
     def __init__(self, made: Checkpoint, copies: dict[str, Array], comm: Communicator):
-        self._made, self._copies, self._comm, self._begun = made, copies, comm, perf_counter()
+        self._made, self._comm, self._begun = made, comm, perf_counter()
+        self._path = made.directory / file_of(made, comm.rank)
         self._error: Exception | None = None
-        self._path, self._written = made.directory / file_of(made, comm.rank), (0, list[int]())
-        self._writer: Thread | None = Thread(target=self._write, name="fompi save", daemon=True)
+        self._written: tuple[int, list[int]] = 0, []
+        self._writer: Thread | None = Thread(target=self._write, args=[copies], name="fompi save", daemon=True)
         self._writer.start()
 
-    def _write(self) -> None:
+    def _write(self, copies: Mapping[str, Array]) -> None:
         """In a thread: the file of this rank."""
-        names = [key.rpartition("#")[0] for key in self._copies]
-        forms = {key: (self._made.arrays[name].dtype, array.shape)
-                 for (key, array), name in zip(self._copies.items(), names, strict=True)}  # fmt: skip
         try:
+            forms = {key: (self._made.arrays[key.rpartition("#")[0]].dtype, copy.shape) for key, copy in copies.items()}
             self._made.directory.mkdir(parents=True, exist_ok=True)
-            self._written = write_file(self._path, header_bytes(forms, self._made.id)[0], self._copies.values())
+            self._written = write_file(self._path, header_bytes(forms, self._made.id)[0], copies.values())
         except Exception as error:
-            why = getattr(error, "strerror", None) or error
-            self._error = StateError(
-                f"rank {self._comm.rank} cannot write {self._path}: {why}. The old checkpoint stays"
-            )
-        self._copies = {}
+            self._error = _unwritten(self._comm.rank, self._path, error)
 
     @in_section("save")
     def wait(self) -> None:
@@ -228,14 +239,18 @@ class Saving:
         self._writer, made = None, self._made
         try:
             agree(self._comm, "save: the files of all ranks", self._error)
-            written = _told(self._written, self._comm)
-            made.sums = {file_of(made, rank): tuple(each) for rank, each in enumerate(written)}
+            made.sums = {file_of(made, r): tuple(each) for r, each in enumerate(_told(self._written, self._comm))}
             agree(self._comm, "save: the rename", finish(made) if self._comm.rank == 0 else None)
         except Exception:
             self._path.unlink(missing_ok=True)
             raise
         seconds = perf_counter() - self._begun
         log.info("save: %s in %s in %.1f s", format_nbytes(made.nbytes), made.directory, seconds)
+
+
+def _unwritten(rank: int, path: Path, error: Exception) -> StateError:
+    why = getattr(error, "strerror", None) or error
+    return StateError(f"rank {rank} cannot write {path}: {why}. The old checkpoint stays")
 
 
 def write_file(path: Path, head: bytes, arrays: Iterable[Array]) -> tuple[int, list[int]]:
@@ -265,7 +280,7 @@ def finish(made: Checkpoint) -> Exception | None:
         os.replace(beside, folder / INDEX)
     except OSError as error:
         beside.unlink(missing_ok=True)
-        return StateError(f"rank 0 cannot write {folder / INDEX}: {error.strerror}. The old checkpoint stays")
+        return _unwritten(0, folder / INDEX, error)
     for old in (*folder.glob("????????????????-*.safetensors"), *folder.glob("????????????????.json")):
         if old.name not in made.sums:
             old.unlink(missing_ok=True)
@@ -288,90 +303,62 @@ def load(directory: Any, state: Any, *, comm: Any = None) -> dict[str, Any]:
     Raises LayoutError on all ranks for a checkpoint that is not whole or lacks something, and ShapeError or LayoutError
     for shapes and dtypes that differ; nothing is loaded then.
     """
-    group, begun = Communicator.of(comm), perf_counter()
-    found, error = Checkpoint(Path(directory)), None
+    group, begun, found, error = Communicator.of(comm), perf_counter(), Checkpoint(Path()), None
     try:
         found = open_checkpoint(directory)
     except Exception as refusal:
         error = refusal
-    state_here = _read_state(f"load, checkpoint {found.id}, step {found.step}", state, group, error)
-    arrays = {name: each for name, each in state_here.items() if isinstance(each, Held)}
-    reads: dict[str, list[_Read]] = {}
+    arrays, values = _read_state(f"load, checkpoint {found.id}, step {found.step}", state, group, error)
+    reads: list[tuple[Array, Array]] = []
     try:
-        _check_names(found, state_here)
-        reads = _reads(found, arrays)
-        mapped = {file: found.mapped(file, [read.run for read in of]) for file, of in reads.items()}
+        reads = list(_reads(found, arrays, values))
     except Exception as refusal:
         error = refusal
     agree(group, "load: the files", error)
-    flats = {name: each.flat if each.array.flags.writeable else each.flat.copy() for name, each in arrays.items()}
-    for file, of in reads.items():
-        for read in of:
-            memory = np.frombuffer(mapped[file], flats[read.name].dtype, read.there.end, read.begin)
-            in_memory(flats[read.name], read.here)[...] = in_memory(memory, read.there)
-    result = {name: found.values.get(name) for name in state_here}
-    for name, each in arrays.items():
-        result[name] = each.tensor
-        if not each.array.flags.writeable:
-            result[name] = lent(flats[name].reshape(each.array.shape), each.borrowed)
-        elif not np.shares_memory(flats[name], each.array):
-            each.array[...] = flats[name].reshape(each.array.shape)
-        dlpack.mark_written(each.tensor)
-    read_here = {n: flats.get(n, result[n]) for n in state_here if n in found.arrays or n in found.values}
-    _tell_loaded(state, read_here)
-    words = format_nbytes(sum(end - begin for of in reads.values() for begin, end in (read.run for read in of)))
-    log.info("load: rank %d has read %s in %s in %.1f s", group.rank, words, directory, perf_counter() - begun)
+    for here, there in reads:
+        here[...] = there
+    result = {name: each.loaded() for name, each in arrays.items()} | {name: found.values[name] for name in values}
+    _tell_loaded(state, {name: value for name, value in result.items() if name in found.arrays or name in values})
+    nbytes, seconds = format_nbytes(sum(here.nbytes for here, _ in reads)), perf_counter() - begun
+    log.info("load: rank %d has read %s in %s in %.1f s", group.rank, nbytes, directory, seconds)
     return result
 
 
-class _Read(NamedTuple):
-    """A box of an array here, and the same elements in a file: behind byte `begin`, between the bytes of `run`."""
-
-    name: str
-    here: Box
-    there: Box
-    begin: int
-    run: tuple[int, int]
-
-
-def _check_names(found: Checkpoint, state: Mapping[str, Any]) -> None:
-    missing = []
-    for name, each in state.items():
-        of_kind = found.arrays if isinstance(each, Held) else found.values
-        if name not in of_kind and not getattr(each, "optional", False):
-            missing.append(name)
-    if missing:
+def _reads(found: Checkpoint, arrays: Mapping[str, Held], values: Mapping[str, Any]) -> Iterator[tuple[Array, Array]]:
+    """(an array here, the elements for it in a file), in the order of the files, whose bytes are tested."""
+    missing = [name for name, each in arrays.items() if name not in found.arrays and not each.optional]
+    if missing := [*missing, *(name for name in values if name not in found.values)]:
         raise LayoutError(f"{found.directory} lacks {len(missing)} names: {', '.join(missing[:MOST_NAMED])}")
-
-
-def _reads(found: Checkpoint, arrays: Mapping[str, Held]) -> dict[str, list[_Read]]:
-    """For each file what is read of it, in its order."""
-    reads = defaultdict[str, list[_Read]](list)
+    reads = defaultdict[str, list[tuple[tuple[int, int], Part, Box, Array]]](list)
     for name, each in arrays.items():
-        if name not in found.arrays:
+        stored = found.arrays.get(name)
+        if stored is None:
             continue
-        stored, size = found.arrays[name], storage(each.borrowed.dtype).itemsize
-        if stored.shape != tuple(each.shape):
-            raise ShapeError(f"{name!r} has the shape {tuple(each.shape)}, but {stored.shape} in {found.directory}")
+        if stored.shape != each.shape:
+            raise ShapeError(f"{name!r} has the shape {each.shape}, but {stored.shape} in {found.directory}")
         if stored.dtype != each.borrowed.dtype:
             raise LayoutError(f"{name!r} is {each.borrowed.dtype}, but {stored.dtype} in {found.directory}")
-        for box in each.boxes or ():
-            left = prod(box.shape)
+        for box, view in zip(each.boxes, each.views, strict=True):
+            left = box.elements
             for part in stored.parts:
-                whole = Box(part.offset, part.shape, 0, row_major(part.shape))
-                if left and (both := common(box.region, whole.region)) is not None:
-                    left, there = left - volume(both), whole.part(both)
-                    run = part.begin + there.at * size, part.begin + there.end * size
-                    reads[part.file].append(_Read(name, box.part(both), there, part.begin, run))
+                if left and (both := common(box, Box(part.offset, part.shape))) is not None:
+                    left -= both.elements
+                    rows = part.rows(both.offset, both.end, view.itemsize)
+                    reads[part.file].append((rows, part, both, view[box.slices(both)]))
             if left:
                 raise LayoutError(f"{found.directory} lacks {left} elements of {box} of {name!r}, a hole")
-    return {file: sorted(of, key=lambda read: read.run) for file, of in sorted(reads.items())}
+    for file, of in sorted(reads.items()):
+        of.sort(key=lambda read: read[0])
+        memory = found.mapped(file, [rows for rows, *_ in of])
+        for _, part, both, here in of:
+            whole = np.frombuffer(memory, here.dtype, prod(part.shape), part.begin).reshape(part.shape)
+            yield here, whole[Box(part.offset, part.shape).slices(both)]
 
 
-def _tell_loaded(state: Any, flats: Mapping[str, Any], prefix: str = "") -> None:
-    """Objects hear what was read: `checkpoint_loaded(arrays)`, by the names of their own."""
+def _tell_loaded(state: Any, loaded: Mapping[str, Any], prefix: str = "") -> None:
+    """Objects hear what was read: `checkpoint_loaded(values)`, by the names of their own."""
     if isinstance(state, Mapping):
         for key, value in state.items():
-            _tell_loaded(value, flats, f"{prefix}{key}.")
+            _tell_loaded(value, loaded, f"{prefix}{key}.")
     elif hasattr(state, "checkpoint_loaded"):
-        state.checkpoint_loaded({name[len(prefix) :]: a for name, a in flats.items() if name.startswith(prefix)})
+        state.checkpoint_loaded({name[len(prefix) :]: v for name, v in loaded.items() if name.startswith(prefix)})

@@ -60,7 +60,7 @@ from fompi.parallel.buckets import (
 from fompi.parallel.gathers import Bucket, Gathers, Waits
 from fompi.parallel.leaves import exact_sums
 from fompi.parallel.optimizers import SGD, AdamW, Optimizer
-from fompi.parallel.saved import load_parts, load_state, parts_of, whole_state
+from fompi.parallel.saved import load_state, parts_loaded, parts_of, whole_state
 from fompi.parallel.section import Section
 from fompi.parallel.sums import Gradients, Sums, summing
 from fompi.tensors.dlpack import Tensor
@@ -519,15 +519,15 @@ class DataParallel:
         self._end_cycle_together("load_state_dict")
         load_state(self, state)
 
-    def checkpoint_parts(self, boxes_of: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """What this rank has, for `fompi.save` and `fompi.load`. `boxes_of`: of parameters that are parts."""
+    def checkpoint_parts(self, layouts: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """What this rank has, for `fompi.save` and `fompi.load`. `layouts`: of parameters that are parts themselves."""
         self._check_open()
         self._end_cycle_together("checkpoint")
-        return parts_of(self, boxes_of or {})
+        return parts_of(self, layouts or {})
 
-    def checkpoint_loaded(self, arrays: Mapping[str, Any]) -> None:
+    def checkpoint_loaded(self, loaded: Mapping[str, Any]) -> None:
         """Take what `fompi.load` has read."""
-        load_parts(self, arrays)
+        parts_loaded(self, loaded)
 
     # --------------------------------------------------------------------------------------------------- errors
     def _bucket_of(self, name: str) -> Bucket:

@@ -5,22 +5,21 @@ Each round is one all-to-all: what a rank sends is packed, and what has arrived 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from math import prod
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from fompi.backends.numbers import contiguous, fetch, place, upload
+from fompi.backends.numbers import fetch, place, upload
 from fompi.base.errors import LayoutError, ShapeError, StateError
-from fompi.base.layout import Layout, Partial, Replicate, Shard, as_integer
+from fompi.base.layout import Layout, Partial, Replicate, Shard, as_integer, offsets
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import digest
 from fompi.ops.operations import all_to_all
 from fompi.parallel.arrays import Array, array_of, borrow_any, enter, lent, read, start
 from fompi.parallel.section import in_section
 from fompi.plans.boxes import Box, Boxes
-from fompi.plans.resharding import Resharding, resharding
+from fompi.plans.resharding import Move, Resharding, resharding
 from fompi.tensors.dlpack import Tensor
 
 
@@ -72,7 +71,7 @@ def reshard(
     plan = resharding(held, wanted, tensor.array.itemsize, peak, costs_of(group))
     array = tensor.array if place(tensor.array) is None else read(fetch(tensor.array), group)
     out = np.zeros(wanted.arrays[group.rank], array.dtype)
-    moving = Moving(plan, contiguous(array).reshape(-1), out.reshape(-1), group)
+    moving = Moving(plan, views(array, held.of[group.rank]), views(out, wanted.of[group.rank]), out.dtype, group)
     moving.result = lambda: lent(upload(out, tensor.array), tensor)
     return moving
 
@@ -114,58 +113,59 @@ def costs_of(comm: Communicator) -> tuple[tuple[float, ...], ...] | None:
 
 
 class Moving:
-    """The rounds of a plan on this rank, from flat memory to flat memory. The first one is in flight."""
+    """The rounds of a plan on this rank, between the arrays of its boxes. The first one is in flight."""
 
-    def __init__(self, plan: Resharding, source: Array, target: Array, comm: Communicator):
+    def __init__(
+        self, plan: Resharding, source: Sequence[Array], target: Sequence[Array], dtype: Any, comm: Communicator
+    ):
         self.plan, self.comm, self._source, self._target = plan, comm.using(wire=None), source, target
         self.result: Callable[[], Any] | None = lambda: target
-        self._calls = self._begun()
-        next(self._calls, None)
+        self._rounds = self._run(dtype)
+        next(self._rounds, None)
         for move in plan.copies:
             if move.source == comm.rank:
-                in_memory(target, move.write)[...] = in_memory(source, move.read)
+                self._into(move)[...] = self._from(move)
 
     @in_section("reshard")
     def wait(self) -> Any:
         """The array of this rank, once it is whole. Collective."""
         if self.result is None:
             raise StateError("this reshard has been waited for")
-        for _ in self._calls:
+        for _ in self._rounds:
             pass
         result, self.result = self.result, None
         return result()
 
-    def _begun(self) -> Iterator[None]:
+    def _run(self, dtype: np.dtype[Any]) -> Iterator[None]:
         """Run the rounds. Yields when one is in flight."""
-        rank, size = self.comm.rank, self.comm.size
+        rank, bits = self.comm.rank, f"u{min(dtype.itemsize, 8)}"  # which every transport carries as they are
         for moves in self.plan.rounds:
-            leaving = sorted((m for m in moves if m.source == rank), key=lambda m: m.target)
-            coming = sorted((m for m in moves if m.target == rank), key=lambda m: m.source)
-            counts = [sum(m.elements for m in leaving if m.target == dest) for dest in range(size)]
-            packed, at = np.empty(sum(counts), self._source.dtype), 0
+            leaving = sorted((m for m in moves if m.source == rank), key=lambda move: move.target)
+            coming = sorted((m for m in moves if m.target == rank), key=lambda move: move.source)
+            nbytes = self.plan.pairs(leaving)[rank]
+            packed, at = np.empty(sum(nbytes) // dtype.itemsize, dtype), 0
             for move in leaving:
-                packed[at : (at := at + move.elements)].reshape(move.read.shape)[...] = in_memory(
-                    self._source, move.read
-                )
-            bits, each = _as_bits(packed), max(1, packed.itemsize // 8)
-            pending = start(all_to_all, bits, counts=[n * each for n in counts], dtype=bits.dtype.name, comm=self.comm)
-            del packed, bits
+                packed[at : (at := at + move.box.elements)].reshape(move.box.shape)[...] = self._from(move)
+            counts = [n // np.dtype(bits).itemsize for n in nbytes]
+            name = np.dtype(bits).name
+            pending = start(all_to_all, packed.view(bits), counts=counts, dtype=name, comm=self.comm)
+            del packed
             yield
-            arrived, at = array_of(pending.wait()).view(self._source.dtype), 0
+            arrived, at = array_of(pending.wait()).view(dtype), 0
             for move in coming:
-                in_memory(self._target, move.write)[...] = arrived[at : (at := at + move.elements)].reshape(
-                    move.read.shape
-                )
+                self._into(move)[...] = arrived[at : (at := at + move.box.elements)].reshape(move.box.shape)
             del pending, arrived  # before the next round packs
 
+    def _from(self, move: Move) -> Array:
+        return self._source[move.read][self.plan.source.of[move.source][move.read].slices(move.box)]
 
-def _as_bits(array: Array) -> Array:
-    """An array as unsigned integers, which every transport carries as they are."""
-    return array.view(f"u{min(array.itemsize, 8)}")
+    def _into(self, move: Move) -> Array:
+        return self._target[move.write][self.plan.target.of[move.target][move.write].slices(move.box)]
 
 
-def in_memory(memory: Array, box: Box) -> Array:
-    """The elements of a box in the flat memory of a rank."""
-    nbytes = memory.itemsize
-    assert box.end <= memory.size or not prod(box.shape)
-    return np.ndarray(box.shape, memory.dtype, memory, box.at * nbytes, [stride * nbytes for stride in box.strides])
+def views(array: Array, boxes: Sequence[Box]) -> list[Array]:
+    """The elements of each box in the array of a rank (`Boxes`)."""
+    if len(boxes) == 1 and array.shape == boxes[0].shape:
+        return [array]
+    ends, flat = offsets(box.elements for box in boxes), array.reshape(-1)
+    return [flat[a:b].reshape(box.shape) for a, b, box in zip(ends, ends[1:], boxes, strict=False)]

@@ -18,11 +18,11 @@ from fompi.parallel import section
 from fompi.parallel.arrays import borrow_any, call, check_place, lent, same_bits, tensor_of
 from fompi.parallel.axes import Axes
 from fompi.parallel.buckets import MOST_NAMED, detached
-from fompi.parallel.checkpoints import Held
+from fompi.parallel.checkpoints import Held, Placed, within
 from fompi.parallel.gathers import Bucket
 from fompi.parallel.optimizers import MASTER
 from fompi.parallel.sums import Gradients
-from fompi.plans.boxes import Box, part_of, row_major
+from fompi.plans.boxes import Box
 
 Array = np.ndarray[Any, Any]
 Saved = dict[str, dict[str, Any]]
@@ -78,6 +78,49 @@ def whole_state(dp: Parts, parameters: bool, rank0_only: bool) -> Saved:
     return whole if keeps else {}
 
 
+def parts_of(dp: Parts, layouts: Mapping[str, tuple[Sequence[int], Placed]]) -> Saved:
+    """What this rank has, for `fompi.save` and `fompi.load`: {"parameters": ..., "optimizer": ...}, in place.
+
+    `layouts`: the global shape of a parameter that is a part itself, and where its boxes are.
+    """
+    if dp.feedback or any(bucket.arrived is not None for bucket in dp.buckets):
+        raise LayoutError("fompi.save takes no feedback and no wire of gathers: save what state_dict() returns")
+    found: Saved = {"parameters": {}, "optimizer": {}}
+    for bucket in dp.buckets:
+        bucket.take_what_was_written()
+        for name in bucket.names:
+            own, elements, shape = bucket.own(name), bucket.elements(name), bucket.shapes[name]
+            whole = Box((0,) * len(shape), shape)
+            full, placed = layouts.get(name, (shape, [(whole, whole)]))
+
+            def held(array: Array, dtype: str, run: slice = elements, optional: bool = False) -> Held:
+                boxes, views = within(array, shape, run, placed)  # noqa: B023
+                return Held(tensor_of(array, dtype), full, boxes, views, optional=optional)  # noqa: B023
+
+            if bucket.full is None:
+                found["parameters"][name] = held(bucket.shard[own], bucket.dtype)
+            else:
+                a, b = bucket.spans[name]
+                found["parameters"][name] = held(bucket.full[a:b], bucket.dtype, slice(0, b - a))
+            found["optimizer"][name] = {
+                key: held(value, value.dtype.name, optional=key == MASTER) if _is_spread(bucket, name, key) else value
+                for key, value in _kept(bucket, name).items()
+            }
+    return found
+
+
+def parts_loaded(dp: Parts, loaded: Mapping[str, Any]) -> None:
+    """`fompi.load` has written to the arrays of `parts_of`. Take the values, and what follows from parameters."""
+    for bucket in dp.buckets:
+        for name in bucket.names:
+            own, state = bucket.own(name), bucket.states[name]
+            state |= {key: loaded[path] for key in state if not _is_spread(bucket, name, key)
+                      and (path := f"optimizer.{name}.{key}") in loaded}  # fmt: skip
+            is_of_value = narrow(bucket.master[own], bucket.dtype) == bucket.shard[own]  # else the parameter says more
+            wide = widen(bucket.shard[own], bucket.dtype)
+            bucket.master[own] = np.where(is_of_value, bucket.master[own], wide)
+
+
 def load_state(dp: Parts, state: Mapping[str, Any]) -> None:
     """Take the parts of this rank. All ranks have the same state, or refuse it together."""
     taken: dict[str, dict[str, Any]] = {}
@@ -92,85 +135,26 @@ def load_state(dp: Parts, state: Mapping[str, Any]) -> None:
     for gradients in dp.gradients:
         if gradients.feedback is not None:
             gradients.feedback.lost = _own_lost(dp, gradients.bucket, lost)
-    parts = {
-        name: {k: v.reshape(-1)[bucket.elements(name)] if hasattr(v, "reshape") else v for k, v in taken[name].items()}
-        for bucket in dp.buckets
-        for name in bucket.names
-    }
-    take(dp, {name: value.reshape(-1) for name, value in values.items()}, parts)
-
-
-def take(dp: Parts, values: Mapping[str, Array], parts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Take flat parameters, and the parts of this rank of what the optimizer keeps.
-
-    A parameter is whole, or what zero=3 keeps of it.
-    """
     for bucket in dp.buckets:
         for name in bucket.names:
-            own = bucket.own(name)
+            own, elements = bucket.own(name), bucket.elements(name)
             if name in values:
-                (a, b), part = bucket.spans[name], values[name]
+                flat, (a, b) = values[name].reshape(-1), bucket.spans[name]
                 if bucket.full is not None:
-                    bucket.full[a:b] = part
-                if part.size == b - a:
-                    part = part[bucket.elements(name)]
-                bucket.shard[own] = part
-                bucket.master[own] = widen(part, bucket.dtype)
-            for key, value in parts.get(name, {}).items():
+                    bucket.full[a:b] = flat
+                bucket.shard[own] = flat[elements]
+                bucket.master[own] = widen(flat[elements], bucket.dtype)
+            for key, value in taken[name].items():
+                part = value.reshape(-1)[elements] if hasattr(value, "reshape") else value
                 if key == MASTER:
-                    is_of_value = narrow(value, bucket.dtype) == bucket.shard[own]  # else the parameter says more
-                    bucket.master[own] = np.where(is_of_value, value, bucket.master[own])
+                    is_of_value = narrow(part, bucket.dtype) == bucket.shard[own]  # else the parameter says more
+                    bucket.master[own] = np.where(is_of_value, part, bucket.master[own])
                 elif hasattr(value, "reshape"):
-                    bucket.states[name][key][...] = value
+                    bucket.states[name][key][...] = part
                 else:
                     bucket.states[name][key] = value
         if values:
             bucket.carry()
-
-
-def parts_of(dp: Parts, boxes_of: Mapping[str, tuple[Sequence[int], Sequence[Box]]]) -> dict[str, Any]:
-    """What this rank has, for a checkpoint: "parameters" and "optimizer", as copies.
-
-    `boxes_of`: the global shape and the boxes of a parameter that is a part itself.
-    """
-    if dp.feedback:
-        raise LayoutError("fompi.save has no place for what messages have lost (feedback=True): save state_dict()")
-    found: dict[str, Any] = {"parameters": {}, "optimizer": {}}
-    for bucket in dp.buckets:
-        if bucket.arrived is not None:  # it has what messages bring of the parameters
-            bucket.take_what_was_written()
-        for name in bucket.names:
-            shape, own, elements = bucket.shapes[name], bucket.own(name), bucket.elements(name)
-            whole = Box((0,) * len(shape), shape, 0, row_major(shape))
-            full, boxes = boxes_of.get(name, (shape, (whole,)))
-
-            def held(array: Array, dtype: str, is_optional: bool = False, run: slice = elements) -> Held:
-                of = part_of(boxes, shape, run.start, run.stop)  # noqa: B023
-                return Held(tensor_of(array.copy(), dtype), tuple(full), of, is_optional)  # noqa: B023
-
-            if bucket.full is not None and bucket.arrived is None:
-                a, b = bucket.spans[name]
-                found["parameters"][name] = held(bucket.full[a:b], bucket.dtype, run=slice(0, b - a))
-            else:
-                found["parameters"][name] = held(narrow(bucket.master[own], bucket.dtype), bucket.dtype)
-            found["optimizer"][name] = {
-                key: held(value, value.dtype.name, key == MASTER) if _is_spread(bucket, name, key) else value
-                for key, value in _kept(bucket, name).items()
-            }
-    return found
-
-
-def load_parts(dp: Parts, arrays: Mapping[str, Any]) -> None:
-    """Take what `fompi.load` has read, by the names of `parts_of`."""
-    values, parts = dict[str, Array](), dict[str, dict[str, Any]]()
-    for path, value in arrays.items():
-        kind, _, name = path.partition(".")
-        if kind == "parameters":
-            values[name] = value
-        else:
-            name, _, key = name.rpartition(".")
-            parts.setdefault(name, {})[key] = value
-    take(dp, values, parts)
 
 
 def _read(dp: Parts, state: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Array], dict[str, Array]]:

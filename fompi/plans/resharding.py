@@ -13,12 +13,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations
-from math import ceil, prod
+from itertools import chain, combinations
+from math import ceil
 from typing import Any, NamedTuple
 
 from fompi.base.errors import LayoutError, PlanError
-from fompi.plans.boxes import Box, Boxes, Region, Shape, common, head, volume, without
+from fompi.plans.boxes import Box, Boxes, Shape, common, head, without
 from fompi.plans.plan import format_nbytes
 
 PASSES = 12
@@ -26,19 +26,13 @@ PASSES = 12
 
 
 class Move(NamedTuple):
-    """Elements that `target` takes from `source`, and where they are in the memory of each."""
+    """`box` goes from box number `read` of rank `source` to box number `write` of rank `target`."""
 
     source: int
     target: int
-    read: Box
-    write: Box
-
-    @property
-    def elements(self) -> int:
-        return prod(self.read.shape)
-
-    def part(self, region: Region) -> Move:
-        return Move(self.source, self.target, self.read.part(region), self.write.part(region))
+    read: int
+    write: int
+    box: Box
 
 
 @dataclass(frozen=True)
@@ -56,75 +50,62 @@ class Resharding:
     copies: tuple[Move, ...]
     rounds: tuple[tuple[Move, ...], ...]
 
-    def pairs(self, moves: Iterable[Move]) -> tuple[tuple[int, ...], ...]:
-        """The elements that each rank sends to each rank: `pairs[source][target]`."""
+    def pairs(self, moves: Iterable[Move]) -> list[list[int]]:
+        """The bytes that each rank sends to each rank: `pairs[source][target]`."""
         table = [[0] * self.source.size for _ in range(self.source.size)]
         for move in moves:
-            table[move.source][move.target] += move.elements
-        return tuple(map(tuple, table))
+            table[move.source][move.target] += move.box.elements * self.itemsize
+        return table
 
     @property
     def nbytes(self) -> int:
         """The bytes of all messages."""
-        return self.itemsize * sum(move.elements for moves in self.rounds for move in moves)
+        return sum(map(sum, self.pairs(chain(*self.rounds))))
+
+    @property
+    def most_nbytes(self) -> int:
+        """The most bytes that a rank sends and receives in a round."""
+        tables = map(self.pairs, self.rounds)
+        return max((sum(out) + sum(into) for t in tables for out, into in zip(t, zip(*t, strict=True), strict=True)),
+                   default=0)  # fmt: skip
 
     def verify(self) -> None:
         """Raise PlanError if an element of the target is not written once, from its place in the source."""
-        written = defaultdict[tuple[int, Box], list[Region]](list)
-        for move in (*self.copies, *(move for moves in self.rounds for move in moves)):
-            region, words = move.write.region, f"rank {move.source} to rank {move.target}, {move.write}"
-            if move.read.region != region or _holder(self.source, move.source, move.read) is None:
-                raise PlanError(f"{words}: the source has no such element at this place", move.source)
-            box = _holder(self.target, move.target, move.write)
-            if box is None:
-                raise PlanError(f"{words}: it would be written where no box of the target has it", move.target)
-            written[move.target, box].append(region)
+        written = defaultdict[tuple[int, int], list[Box]](list)
+        for source, target, read, write, box in chain(self.copies, *self.rounds):
+            words = f"rank {source} to rank {target}, {box}"
+            if not _has(self.source.of[source], read, box):
+                raise PlanError(f"{words}: the source has no such element there", source)
+            if not _has(self.target.of[target], write, box):
+                raise PlanError(f"{words}: it would be written where no box of the target has it", target)
+            written[target, write].append(box)
         for rank, boxes in enumerate(self.target.of):
-            for box in boxes:
-                _check_once(rank, box, written[rank, box])
-        for number, moves in enumerate(self.rounds):
-            most = max(self._held(moves), default=0)
-            if self.peak is not None and most > self.peak:
-                raise PlanError(f"round {number} needs {most} bytes on a rank, more than peak={self.peak}")
-
-    def _held(self, moves: Iterable[Move]) -> list[int]:
-        """The bytes that each rank packs and receives in a round."""
-        pairs = self.pairs(moves)
-        return [
-            self.itemsize * (sum(out) + sum(into)) for out, into in zip(pairs, zip(*pairs, strict=True), strict=True)
-        ]
+            for number, box in enumerate(boxes):
+                for one, other in combinations(written[rank, number], 2):
+                    if common(one, other) is not None:
+                        raise PlanError(f"rank {rank}: the elements {common(one, other)} are written twice", rank)
+                if missing := box.elements - sum(each.elements for each in written[rank, number]):
+                    raise PlanError(f"rank {rank}: {missing} elements of {box} are not written", rank)
+        if self.peak is not None and self.most_nbytes > self.peak:
+            raise PlanError(f"a round needs {self.most_nbytes} bytes on a rank, more than peak={self.peak}")
 
     def __str__(self) -> str:
-        pairs = self.pairs(move for moves in self.rounds for move in moves)
-        kept = self.itemsize * sum(move.elements for move in self.copies)
-        most = max((max(self._held(moves)) for moves in self.rounds), default=0)
+        pairs, kept = self.pairs(chain(*self.rounds)), sum(map(sum, self.pairs(self.copies)))
         lines = [
-            f"array of the shape {self.source.shape}, {self.itemsize} bytes each, on {self.source.size} ranks: "
-            f"{format_nbytes(self.nbytes)} in messages, {format_nbytes(kept)} stay where they are",
-            f"{len(self.rounds)} round{'s' * (len(self.rounds) != 1)}, at most {format_nbytes(most)} on a rank beside "
-            "both shards",
+            f"array of the shape {self.source.shape} on {self.source.size} ranks: {format_nbytes(self.nbytes)} in "
+            f"messages, {format_nbytes(kept)} stay where they are",
+            f"{len(self.rounds)} round{'s' * (len(self.rounds) != 1)}, at most {format_nbytes(self.most_nbytes)} on a "
+            "rank beside both shards",
         ]
         for rank, row in enumerate(pairs):
-            sent = [f"{format_nbytes(n * self.itemsize)} to {dest}" for dest, n in enumerate(row) if n]
-            into = format_nbytes(self.itemsize * sum(column[rank] for column in pairs))
-            more = f" and to {len(sent) - 6} more" if len(sent) > 6 else ""
-            lines.append(f"  rank {rank}: sends {', '.join(sent[:6]) or 'nothing'}{more}; receives {into}")
+            sent = ", ".join(f"{format_nbytes(n)} to {dest}" for dest, n in enumerate(row) if n)
+            into = format_nbytes(sum(column[rank] for column in pairs))
+            lines.append(f"  rank {rank}: sends {sent or 'nothing'}; receives {into}")
         return "\n".join(lines)
 
 
-def _holder(boxes: Boxes, rank: int, part: Box) -> Box | None:
-    """The box of this rank of which this is a part."""
-    return next((b for b in boxes.of[rank] if common(b.region, part.region) == part.region
-                 and b.part(part.region) == part), None)  # fmt: skip
-
-
-def _check_once(rank: int, box: Box, written: Sequence[Region]) -> None:
-    found = sum(map(volume, written))
-    for one, other in combinations(sorted(written), 2) if len(written) > 1 else ():
-        if common(one, other) is not None:
-            raise PlanError(f"rank {rank}, {box}: the elements {common(one, other)} are written twice", rank)
-    if found != prod(box.shape):
-        raise PlanError(f"rank {rank}, {box}: {prod(box.shape) - found} elements are not written", rank)
+def _has(boxes: Sequence[Box], number: int, part: Box) -> bool:
+    return number < len(boxes) and common(boxes[number], part) == part
 
 
 # ---------------------------------------------------------------------------------------------------- how it is made
@@ -146,61 +127,53 @@ def resharding(
     `peak` below one element.
     """
     if (source.shape, source.size) != (target.shape, target.size):
-        there, here = f"{target.shape} on {target.size} ranks", f"{source.shape} on {source.size} ranks"
+        there, here = (f"{boxes.shape} on {boxes.size} ranks" for boxes in (target, source))
         raise LayoutError(f"the target has the shape {there}, but the source has {here}")
     if peak is not None and peak < itemsize:
         raise LayoutError(f"peak={peak!r} has no room for one element, {itemsize} bytes")
-    copies, wanted = list[Move](), defaultdict[Shape, list[tuple[int, Region, Box]]](list)
-    held = _held_regions(source)
+    copies, wanted = list[Move](), defaultdict[Shape, list[tuple[Any, Box]]](list)
     for rank, boxes in enumerate(target.of):
-        for box in boxes:
-            for region, owners in cells(box.region, held):
+        for number, box in enumerate(boxes):
+            for part, owners in cells(box, source):
                 if not owners:
-                    raise LayoutError(f"rank {rank} needs {box.part(region)}, a hole of the source: no rank has it")
+                    raise LayoutError(f"rank {rank} needs {part}, a hole of the source: no rank has it")
                 if rank in owners:
-                    copies.append(Move(rank, rank, _read(source, rank, region), box.part(region)))
+                    copies.append(Move(rank, rank, _number(source, rank, part), number, part))
                 else:
-                    wanted[_nearest(owners, rank, costs)].append((rank, region, box))
-    moves = [Move(owner, rank, _read(source, owner, region), box.part(region))
-             for owner, rank, region, box in dealt(wanted)]  # fmt: skip
+                    wanted[_nearest(owners, rank, costs)].append(((rank, number), part))
+    moves = [Move(owner, rank, _number(source, owner, part), number, part)
+             for owner, (rank, number), part in dealt(wanted)]  # fmt: skip
     rounds = _in_rounds(moves, source.size, None if peak is None else peak // itemsize)
     made = Resharding(source, target, itemsize, peak, tuple(copies), rounds)
     made.verify()
     return made
 
 
-def _held_regions(boxes: Boxes) -> list[tuple[Region, Shape]]:
-    """Each region that is held, and the ranks that have it."""
-    held: dict[Region, Shape] = {}
+def cells(box: Box, boxes: Boxes) -> list[tuple[Box, Shape]]:
+    """`box` in pieces that have the same owners throughout: (piece, the ranks that have it)."""
+    owners_of = defaultdict[Box, dict[int, None]](dict)
     for rank, of in enumerate(boxes.of):
-        for region in dict.fromkeys(box.region for box in of):
-            held[region] = (*held.get(region, ()), rank)
-    return [*held.items()]
-
-
-def held_cells(boxes: Boxes) -> list[tuple[Region, Shape]]:
-    """The whole array in pieces that have the same owners throughout. A hole has none."""
-    return cells(((0,) * len(boxes.shape), boxes.shape), _held_regions(boxes)) if prod(boxes.shape) else []
-
-
-def cells(region: Region, held: Sequence[tuple[Region, Shape]]) -> list[tuple[Region, Shape]]:
-    """`region` in pieces that have the same owners throughout: (piece, its owners)."""
-    found: list[tuple[Region, Shape]] = [(region, ())]
-    for other, ranks in held:
-        if common(region, other) is None:
-            continue
-        pieces, found = found, []
-        for piece, owners in pieces:
-            both = common(piece, other)
-            if both is None:
-                found.append((piece, owners))
-            else:
-                found += [(both, tuple(dict.fromkeys(owners + ranks))), *((r, owners) for r in without(piece, both))]
+        for each in of:
+            owners_of[each][rank] = None
+    found: list[tuple[Box, Shape]] = [(box, ())] if box.elements else []
+    for other, ranks in owners_of.items():
+        if common(box, other) is not None:
+            pieces, found = found, []
+            for piece, owners in pieces:
+                both = common(piece, other)
+                if both is None:
+                    found.append((piece, owners))
+                else:
+                    found += [
+                        (both, tuple(dict.fromkeys((*owners, *ranks)))),
+                        *((r, owners) for r in without(piece, both)),
+                    ]
     return found
 
 
-def _read(source: Boxes, rank: int, region: Region) -> Box:
-    return next(box for box in source.of[rank] if common(box.region, region) == region).part(region)
+def _number(boxes: Boxes, rank: int, part: Box) -> int:
+    """The first box of this rank that has this part."""
+    return next(number for number, box in enumerate(boxes.of[rank]) if common(box, part) == part)
 
 
 def _nearest(owners: Shape, rank: int, costs: Sequence[Sequence[float]] | None) -> Shape:
@@ -211,21 +184,20 @@ def _nearest(owners: Shape, rank: int, costs: Sequence[Sequence[float]] | None) 
     return tuple(owner for owner in owners if costs[owner][rank] <= least)
 
 
-def dealt(wanted: Mapping[Shape, Sequence[tuple[Any, Region, Any]]]) -> Iterator[tuple[int, Any, Region, Any]]:
-    """(owner, who, region, what) from (who, region, what) by owners: all of several ones is cut, to equal sums."""
-    amounts = {owners: sum(volume(region) for _, region, _ in of) for owners, of in wanted.items()}
-    quotas = balanced(amounts)
+def dealt(wanted: Mapping[Shape, Sequence[tuple[Any, Box]]]) -> Iterator[tuple[int, Any, Box]]:
+    """(owner, who, box), from (who, box) by all their owners: boxes are cut, so that owners give equally much."""
+    quotas = balanced({owners: sum(box.elements for _, box in of) for owners, of in wanted.items()})
     for owners, of in wanted.items():
         left = [ceil(n) for n in quotas[owners]]
         rest, at = [*of][::-1], 0
         while rest:
-            who, region, what = rest.pop()
+            who, box = rest.pop()
             while left[at] < 1 and at + 1 < len(owners):
                 at += 1
-            piece = head(region, left[at]) if at + 1 < len(owners) else region
-            rest += [(who, other, what) for other in without(region, piece)[::-1]]
-            left[at] -= volume(piece)
-            yield owners[at], who, piece, what
+            piece = head(box, left[at]) if at + 1 < len(owners) else box
+            rest += [(who, other) for other in without(box, piece)[::-1]]
+            left[at] -= piece.elements
+            yield owners[at], who, piece
 
 
 def balanced(amounts: Mapping[Shape, int]) -> dict[Shape, list[float]]:
@@ -236,24 +208,17 @@ def balanced(amounts: Mapping[Shape, int]) -> dict[Shape, list[float]]:
     """
     sums: defaultdict[int, float] = defaultdict(float)
     found = {owners: [0.0] * len(owners) for owners in amounts}
-    for number in range(PASSES if any(len(owners) > 1 for owners in amounts) else 1):
-        for owners in sorted(amounts, key=len) if number == 0 else amounts:
-            for owner, given in zip(owners, found[owners], strict=True):
-                sums[owner] -= given
-            found[owners] = _poured([sums[owner] for owner in owners], amounts[owners])
-            for owner, given in zip(owners, found[owners], strict=True):
-                sums[owner] += given
+    for _ in range(PASSES if any(len(owners) > 1 for owners in amounts) else 1):
+        for owners in sorted(amounts, key=len):
+            levels = [sums[owner] - given for owner, given in zip(owners, found[owners], strict=True)]
+            lowest = sorted(levels)
+            for count in range(len(lowest), 0, -1):  # how many vessels the water reaches
+                level = (sum(lowest[:count]) + amounts[owners]) / count
+                if level >= lowest[count - 1]:
+                    break
+            found[owners] = [max(0.0, level - each) for each in levels]
+            sums |= {owner: max(level, each) for owner, each in zip(owners, levels, strict=True)}
     return found
-
-
-def _poured(levels: Sequence[float], amount: float) -> list[float]:
-    """How much of `amount` flows into each vessel that is filled up to these levels."""
-    lowest = sorted(levels)
-    for count in range(len(lowest), 0, -1):
-        level = (sum(lowest[:count]) + amount) / count
-        if level >= lowest[count - 1]:
-            break
-    return [max(0.0, level - each) for each in levels]
 
 
 def _in_rounds(moves: Sequence[Move], size: int, most: int | None) -> tuple[tuple[Move, ...], ...]:
@@ -266,22 +231,20 @@ def _in_rounds(moves: Sequence[Move], size: int, most: int | None) -> tuple[tupl
         return (tuple(ordered),) if ordered else ()
     rounds: list[list[Move]] = []
     held: list[list[int]] = []  # elements, by round and rank
-    first: dict[tuple[int, int], int] = {}  # the rounds before have no room for this pair
-    for each in ordered:
-        rest = [each]
-        while rest:
-            move = rest.pop()
-            pair = move.source, move.target
-            at = first.get(pair, 0)
-            while at < len(rounds) and max(held[at][rank] for rank in pair) >= most:
-                at += 1
-            first[pair] = at
-            if at == len(rounds):
-                rounds.append([])
-                held.append([0] * size)
-            piece = head(move.read.region, most - max(held[at][rank] for rank in pair))
-            rest += [move.part(other) for other in without(move.read.region, piece)[::-1]]
-            rounds[at].append(move.part(piece))
-            for rank in pair:
-                held[at][rank] += volume(piece)
+    first = defaultdict[Any, int](int)  # the rounds before have no room for this pair
+    rest = ordered[::-1]
+    while rest:
+        move = rest.pop()
+        pair, at = move[:2], first[move[:2]]
+        while at < len(rounds) and max(held[at][rank] for rank in pair) >= most:
+            at += 1
+        first[pair] = at
+        if at == len(rounds):
+            rounds.append([])
+            held.append([0] * size)
+        piece = head(move.box, most - max(held[at][rank] for rank in pair))
+        rest += [move._replace(box=other) for other in without(move.box, piece)[::-1]]
+        rounds[at].append(move._replace(box=piece))
+        for rank in pair:
+            held[at][rank] += piece.elements
     return tuple(map(tuple, rounds))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import prod, sqrt
+from math import sqrt
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import digest
 from fompi.parallel.arrays import FLOATS, carrying, enter
 from fompi.parallel.reshard import reshard
-from fompi.plans.boxes import Box, Boxes, row_major
+from fompi.plans.boxes import Box, Boxes
 
 
 @dataclass(frozen=True)
@@ -44,21 +44,22 @@ class PartLayout:
         """The full parameter, from the part of this rank. Collective."""
         if self.dim is None:
             return part.clone()
-        boxes = tuple(map(self.boxes_on, range(comm.size)))
-        held = Boxes(self.shape, boxes, tuple(map(self.shape_on, range(comm.size))))
-        full: torch.Tensor = reshard(part.detach(), held, Replicate(), comm=comm)
+        held = Boxes(self.shape, tuple(tuple(box for _, box in self.placed(rank)) for rank in range(comm.size)))
+        runs = [part.detach().narrow(self.dim, here.offset[self.dim], here.shape[self.dim]) for here, _ in
+                self.placed(comm.rank)]  # fmt: skip
+        flat = runs[0] if len(runs) == 1 else torch.cat([piece.reshape(-1) for piece in runs])
+        full: torch.Tensor = reshard(flat, held, Replicate(), comm=comm)
         return full
 
-    def boxes_on(self, rank: int) -> tuple[Box, ...]:
-        """The boxes of the full parameter in the part of a rank."""
+    def placed(self, rank: int) -> list[tuple[Box, Box]]:
+        """The boxes in the part of a rank, and which boxes of the full parameter they are."""
         local, at, found = self.shape_on(rank), 0, []
-        runs = self.runs[rank] if self.dim is not None else [range(1)]
-        for run in runs:
-            offset = tuple(run.start if i == self.dim else 0 for i in range(len(local)))
+        for run in self.runs[rank] if self.dim is not None else [range(1)]:
             shape = tuple(len(run) if i == self.dim else n for i, n in enumerate(local))
-            found.append(Box(offset, shape, at, row_major(local)))
-            at += prod(shape[self.dim or 0 :])
-        return tuple(found)
+            begins = (tuple(n if i == self.dim else 0 for i in range(len(local))) for n in (at, run.start))
+            found.append(tuple(Box(begin, shape) for begin in begins))
+            at += len(run)
+        return found  # type: ignore[return-value]
 
     def shape_on(self, rank: int) -> tuple[int, ...]:
         """The shape of the part of a rank."""

@@ -166,16 +166,13 @@ class ZeroDataParallel(Wrapper):
         """What this rank has, for `fompi.save` and `fompi.load`."""
         self.refuse_copy()
         self.wait()
-        found, named = parts_of(self.module), self._known.named
-        of_module = {name: (each.shape, each.boxes) for name, each in found.items() if name in named}
-        parts = self.parallel.checkpoint_parts(of_module)
-        return {"module": found | parts["parameters"], "optimizer": parts["optimizer"]}
+        layouts = {n: (layout.shape, layout.placed(axis.rank)) for n, (axis, layout) in layouts_of(self.module).items()}
+        parts = self.parallel.checkpoint_parts(layouts)
+        return {"module": parts_of(self.module) | parts["parameters"], "optimizer": parts["optimizer"]}
 
-    @torch.no_grad()
-    def checkpoint_loaded(self, arrays: Mapping[str, Any]) -> None:
+    def checkpoint_loaded(self, loaded: Mapping[str, Any]) -> None:
         """Take what `fompi.load` has read."""
-        names = {f"module.{name}": f"parameters.{name}" for name in self._known.named}
-        self.parallel.checkpoint_loaded({names.get(n, n): a for n, a in arrays.items() if n in names or n[0] == "o"})
+        self.parallel.checkpoint_loaded(loaded)
 
     @torch.no_grad()
     def wait(self, names: Iterable[str] | None = None) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from boxes import held
 
 import fompi
 from fompi import Boxes, LayoutError, Replicate, ShapeError, Shard, StateError
@@ -27,11 +28,7 @@ def folder(world, tmp_path):
 
 
 def part(boxes, rank, x=X):
-    made = np.full(boxes.arrays[rank], -1.0)
-    for box in boxes.of[rank]:
-        index = tuple(slice(a, b) for a, b in zip(*box.region, strict=True))
-        made.reshape(-1)[box.at : box.end] = x[index].reshape(-1)
-    return made
+    return held(x, boxes)[rank].reshape(boxes.arrays[rank])
 
 
 def write(world, folder, x=X, step=4):
