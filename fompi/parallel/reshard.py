@@ -6,6 +6,7 @@ Each round is one all-to-all: what a rank sends is packed, and what has arrived 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import update_wrapper
 from typing import Any
 
 import numpy as np
@@ -27,13 +28,14 @@ class Startable:
     """A function whose call is `start(...).wait()`."""
 
     def __init__(self, start: Callable[..., Any]):
-        self.start, self.__doc__, self.__name__ = start, start.__doc__, start.__name__
+        self.start = start
+        update_wrapper(self, start)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return self.start(*args, **options).wait()
 
     def __repr__(self) -> str:
-        return f"fompi.{self.__name__}"
+        return f"fompi.{self.start.__name__}"
 
 
 @Startable

@@ -186,13 +186,8 @@ def test_a_training_is_resumed_on_other_meshes(world, tmp_path):
     expected = single(2, 2)
     in_parallel(world, 1, (2, 1, 2), zero=2, folder=folder)
     alone = world.split(world.rank)
-    for comm, shape, zero in (
-        (world, (1, 2, 2), 1),
-        (world, (4, 1, 1), 0),
-        (alone, (1, 1, 1), 2),
-        (world, (2, 2, 1), 1),
-    ):
-        losses, norms, state = in_parallel(comm, 3, shape, zero, 1, folder)
+    for comm, shape, zero in ((world, (1, 2, 2), 1), (world, (4, 1, 1), 0), (alone, (1, 1, 1), 2)):
+        losses, norms, state = in_parallel(comm, 2, shape, zero, 1, folder)
         close(losses, expected[0][1:])
         close(norms, expected[1][1:])
         for name, value in state.items():
