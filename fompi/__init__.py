@@ -92,6 +92,7 @@ from fompi.traces.trace import Trace
 from fompi.tuning.adaptive import Adaptive, bind
 
 if TYPE_CHECKING:
+    from fompi.base.stored import open_checkpoint
     from fompi.parallel.checkpoints import load, save
     from fompi.parallel.interleave import interleave
     from fompi.parallel.reshard import reshard
@@ -109,7 +110,8 @@ __all__ = [
     "layouts", "balance", "outer_period", "verify", "simulate", "schedule", "staged",
     # running: communicators, bound operations, measurements
     "Communicator", "Mesh", "Pending", "BoundCall", "Stop", "Device", "DeviceArray", "bind", "Executor",
-    "Adaptive", "calibrate", "mark_step", "gather_traces", "timeline", "interleave", "reshard", "save", "load",
+    "Adaptive", "calibrate", "mark_step", "gather_traces", "timeline", "interleave", "reshard", "save",
+    "load", "open_checkpoint",
     # values
     "Spec", "Shard", "Replicate", "Partial", "Box", "Boxes", "Canonical", "Plan", "Machine", "Explanation", "Trace",
     "Proof",
@@ -174,6 +176,7 @@ _LATE = {
     "reshard": "fompi.parallel.reshard",
     "save": "fompi.parallel.checkpoints",
     "load": "fompi.parallel.checkpoints",
+    "open_checkpoint": "fompi.base.stored",
     "interleave": "fompi.parallel.interleave",
 }
 """The modules of names that few programs use."""

@@ -78,7 +78,7 @@ class Checkpoint:
         try:
             with path.open("rb") as opened:
                 nbytes = os.fstat(opened.fileno()).st_size
-                memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) if nbytes else None
+                memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY) if nbytes else None
         except OSError as error:
             raise LayoutError(f"{path}: {error.strerror or error}") from None
         whole, sums = self.sums.get(file, (nbytes, []))
