@@ -278,6 +278,9 @@ def finish(made: Checkpoint) -> Exception | None:
     try:
         write_file(beside, made.text().encode(), ())
         os.replace(beside, folder / INDEX)
+        opened = os.open(folder, os.O_RDONLY)
+        os.fsync(opened)  # the disk has the rename before old files go
+        os.close(opened)
     except OSError as error:
         beside.unlink(missing_ok=True)
         return _unwritten(0, folder / INDEX, error)

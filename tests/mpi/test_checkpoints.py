@@ -171,6 +171,30 @@ def full_disk(*_):
     raise OSError(28, "No space left on device")
 
 
+def test_a_rank_reads_only_what_it_needs(world, folder):
+    """What is broken in the part of one rank does not keep another one from its own."""
+    n = 1 << 19  # 4 MiB for each rank
+    boxes = Boxes.over((n * world.size,), Shard(0), world.size)
+    fompi.save(folder, {"x": (np.full(n, float(world.rank)), boxes)}, comm=world)
+    if world.rank == 0:
+        file = next(folder.glob("*-1.safetensors"))
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    world.barrier()
+    alone = world.split(world.rank)
+    begin = n * world.rank
+    some = Boxes((n * world.size,), ((fompi.Box((begin,), (1000,)),),))
+    x = np.zeros(1000)
+    fompi.load(folder, {"x": (x, some)}, comm=alone)
+    assert (x == world.rank).all()
+    last = Boxes((n * world.size,), ((fompi.Box((begin + n - 1000,), (1000,)),),))
+    if world.rank == 1:
+        with pytest.raises(LayoutError, match="are not those that were written"):
+            fompi.load(folder, {"x": (x, last)}, comm=alone)
+    alone.close()
+
+
 def test_shapes_dtypes_and_names_that_differ(world, folder):
     write(world, folder)
     for state, kind, words in (
