@@ -55,6 +55,10 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     parts: list[Part]
 
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * itemsize(self.dtype)
+
 
 @dataclass
 class Checkpoint:
@@ -70,7 +74,7 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        return sum(prod(stored.shape) * itemsize(stored.dtype) for stored in self.arrays.values())
+        return sum(stored.nbytes for stored in self.arrays.values())
 
     def mapped(self, file: str, runs: Iterable[tuple[int, int]]) -> mmap.mmap:
         """The memory of a file, of which these runs of bytes will be read, in order. Raises LayoutError by its name."""
@@ -139,20 +143,17 @@ def open_checkpoint(directory: Any) -> Checkpoint:
         raise LayoutError(f"{path} has no {INDEX} and no *.safetensors: no checkpoint was ever finished there")
     found, dtypes = Checkpoint(path), {name: dtype for dtype, name in NAMES.items()}
     for file in files:
-        with file.open("rb") as opened:
-            length = opened.read(8)
-            header = header_of(length + opened.read(int.from_bytes(length, "little")), file)
-        begin = 8 + int.from_bytes(length, "little")
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        if begin + max(ends, default=0) != file.stat().st_size:
-            raise LayoutError(f"{file} has {file.stat().st_size} bytes, and not those of its header: it was cut short")
+        memory = found.mapped(file.name, [])
+        header, begin = header_of(memory, file), 8 + int.from_bytes(memory[:8], "little")
+        header.pop("__metadata__", None)
+        if begin + max((entry["data_offsets"][1] for entry in header.values()), default=0) != len(memory):
+            raise LayoutError(f"{file} has {len(memory)} bytes, and not those of its header: it was cut short")
         for name, entry in header.items():
-            if name != "__metadata__":
-                if entry["dtype"] not in dtypes:
-                    raise LayoutError(f"{file}: {name!r} has the unknown dtype {entry['dtype']}")
-                shape = tuple(entry["shape"])
-                part = Part(file.name, begin + entry["data_offsets"][0], (0,) * len(shape), shape)
-                found.arrays[name] = Stored(dtypes[entry["dtype"]], shape, [part])
+            if entry["dtype"] not in dtypes:
+                raise LayoutError(f"{file}: {name!r} has the unknown dtype {entry['dtype']}")
+            shape = tuple(entry["shape"])
+            part = Part(file.name, begin + entry["data_offsets"][0], (0,) * len(shape), shape)
+            found.arrays[name] = Stored(dtypes[entry["dtype"]], shape, [part])
     return found
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from secrets import token_hex
 from threading import Thread
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -43,7 +43,7 @@ class Held:
     """What this rank has of a named array: `boxes`, and an array of each in `views`.
 
     Without boxes the tensor is the whole array, the same on all ranks; with `of_first` that of the first rank that has
-    it. An `optional` one stays as it is where a checkpoint has none of its name.
+    it.
     """
 
     def __init__(
@@ -53,9 +53,8 @@ class Held:
         boxes: Sequence[Box] = (),
         arrays: Sequence[Array] | None = None,
         of_first: bool = False,
-        optional: bool = False,
     ):
-        self.tensor, self.of_first, self.optional = tensor, of_first, optional
+        self.tensor, self.of_first = tensor, of_first
         self.borrowed = borrow_any(detached(tensor), "a tensor of the state")
         array = self.borrowed.array
         if place(array) is not None:
@@ -77,6 +76,13 @@ class Held:
         """The tensor with what was written to `views`."""
         dlpack.mark_written(self.tensor)
         return lent(self.array, self.borrowed) if self.is_new else self.tensor
+
+
+class Entry(NamedTuple):
+    """The value `of[key]`, which `load` puts there."""
+
+    of: dict[str, Any]
+    key: str
 
 
 Placed = Sequence[tuple[Box, Box]]
@@ -108,13 +114,13 @@ def held_in(state: Any, rank: int, prefix: str = "") -> Iterator[tuple[str, Any]
     if isinstance(state, Mapping):
         for key, value in state.items():
             yield from held_in(value, rank, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], Boxes):
-        boxes = state[1]
+    elif isinstance(state, tuple) and isinstance(state[-1], Boxes):
+        boxes = state[-1]
         if rank >= boxes.size or tuple(state[0].shape) != boxes.arrays[rank]:
             raise ShapeError(f"{prefix!r}: {tuple(state[0].shape)} is not the shape that its boxes give to rank {rank}")
         yield prefix, Held(state[0], boxes.shape, boxes.of[rank])
     else:
-        is_value = state is None or isinstance(state, (Held, str, bool, int, float, list))
+        is_value = state is None or isinstance(state, (Held, Entry, str, bool, int, float, list))
         yield prefix, state if is_value else Held(state)
 
 
@@ -150,6 +156,7 @@ def save(directory: Any, state: Any, *, step: int | None = None, comm: Any = Non
     group = Communicator.of(comm)
     arrays, values = _read_state(f"save, {os.fspath(directory)!r}, {step=}", state, group)
     words = {name: each.words() for name, each in arrays.items()}
+    values = {name: each.of[each.key] if isinstance(each, Entry) else each for name, each in values.items()}
     tables = _told({"arrays": words, "values": values, "id": token_hex(8)}, group)
     made = Checkpoint(Path(directory), id=tables[0]["id"], step=step, ranks=group.size)
     for rank, table in enumerate(tables):
@@ -314,29 +321,31 @@ def load(directory: Any, state: Any, *, comm: Any = None) -> dict[str, Any]:
     arrays, values = _read_state(f"load, checkpoint {found.id}, step {found.step}", state, group, error)
     reads: list[tuple[Array, Array]] = []
     try:
-        reads = list(_reads(found, arrays, values))
+        reads = list(reads_of(found, arrays, values))
     except Exception as refusal:
         error = refusal
     agree(group, "load: the files", error)
     for here, there in reads:
         here[...] = there
+    for name, each in values.items():
+        if isinstance(each, Entry):
+            each.of[each.key] = found.values[name]
     result = {name: each.loaded() for name, each in arrays.items()} | {name: found.values[name] for name in values}
-    _tell_loaded(state, {name: value for name, value in result.items() if name in found.arrays or name in values})
     nbytes, seconds = format_nbytes(sum(here.nbytes for here, _ in reads)), perf_counter() - begun
     log.info("load: rank %d has read %s in %s in %.1f s", group.rank, nbytes, directory, seconds)
     return result
 
 
-def _reads(found: Checkpoint, arrays: Mapping[str, Held], values: Mapping[str, Any]) -> Iterator[tuple[Array, Array]]:
+def reads_of(
+    found: Checkpoint, arrays: Mapping[str, Held], values: Iterable[str] = ()
+) -> Iterator[tuple[Array, Array]]:
     """(an array here, the elements for it in a file), in the order of the files, whose bytes are tested."""
-    missing = [name for name, each in arrays.items() if name not in found.arrays and not each.optional]
+    missing = [name for name in arrays if name not in found.arrays]
     if missing := [*missing, *(name for name in values if name not in found.values)]:
         raise LayoutError(f"{found.directory} lacks {len(missing)} names: {', '.join(missing[:MOST_NAMED])}")
     reads = defaultdict[str, list[tuple[tuple[int, int], Part, Box, Array]]](list)
     for name, each in arrays.items():
-        stored = found.arrays.get(name)
-        if stored is None:
-            continue
+        stored = found.arrays[name]
         if stored.shape != each.shape:
             raise ShapeError(f"{name!r} has the shape {each.shape}, but {stored.shape} in {found.directory}")
         if stored.dtype != each.borrowed.dtype:
@@ -356,12 +365,3 @@ def _reads(found: Checkpoint, arrays: Mapping[str, Held], values: Mapping[str, A
         for _, part, both, here in of:
             whole = np.frombuffer(memory, here.dtype, prod(part.shape), part.begin).reshape(part.shape)
             yield here, whole[Box(part.offset, part.shape).slices(both)]
-
-
-def _tell_loaded(state: Any, loaded: Mapping[str, Any], prefix: str = "") -> None:
-    """Objects hear what was read: `checkpoint_loaded(values)`, by the names of their own."""
-    if isinstance(state, Mapping):
-        for key, value in state.items():
-            _tell_loaded(value, loaded, f"{prefix}{key}.")
-    elif hasattr(state, "checkpoint_loaded"):
-        state.checkpoint_loaded({name[len(prefix) :]: v for name, v in loaded.items() if name.startswith(prefix)})

@@ -60,7 +60,7 @@ from fompi.parallel.buckets import (
 from fompi.parallel.gathers import Bucket, Gathers, Waits
 from fompi.parallel.leaves import exact_sums
 from fompi.parallel.optimizers import SGD, AdamW, Optimizer
-from fompi.parallel.saved import load_state, parts_loaded, parts_of, whole_state
+from fompi.parallel.saved import load_state, parts_of, whole_state
 from fompi.parallel.section import Section
 from fompi.parallel.sums import Gradients, Sums, summing
 from fompi.tensors.dlpack import Tensor
@@ -524,10 +524,6 @@ class DataParallel:
         self._check_open()
         self._end_cycle_together("checkpoint")
         return parts_of(self, layouts or {})
-
-    def checkpoint_loaded(self, loaded: Mapping[str, Any]) -> None:
-        """Take what `fompi.load` has read."""
-        parts_loaded(self, loaded)
 
     # --------------------------------------------------------------------------------------------------- errors
     def _bucket_of(self, name: str) -> Bucket:

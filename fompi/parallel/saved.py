@@ -18,7 +18,7 @@ from fompi.parallel import section
 from fompi.parallel.arrays import borrow_any, call, check_place, lent, same_bits, tensor_of
 from fompi.parallel.axes import Axes
 from fompi.parallel.buckets import MOST_NAMED, detached
-from fompi.parallel.checkpoints import Held, Placed, within
+from fompi.parallel.checkpoints import Entry, Held, Placed, within
 from fompi.parallel.gathers import Bucket
 from fompi.parallel.optimizers import MASTER
 from fompi.parallel.sums import Gradients
@@ -93,9 +93,9 @@ def parts_of(dp: Parts, layouts: Mapping[str, tuple[Sequence[int], Placed]]) -> 
             whole = Box((0,) * len(shape), shape)
             full, placed = layouts.get(name, (shape, [(whole, whole)]))
 
-            def held(array: Array, dtype: str, run: slice = elements, optional: bool = False) -> Held:
+            def held(array: Array, dtype: str, run: slice = elements) -> Held:
                 boxes, views = within(array, shape, run, placed)  # noqa: B023
-                return Held(tensor_of(array, dtype), full, boxes, views, optional=optional)  # noqa: B023
+                return Held(tensor_of(array, dtype), full, boxes, views)  # noqa: B023
 
             if bucket.full is None:
                 found["parameters"][name] = held(bucket.shard[own], bucket.dtype)
@@ -103,22 +103,10 @@ def parts_of(dp: Parts, layouts: Mapping[str, tuple[Sequence[int], Placed]]) -> 
                 a, b = bucket.spans[name]
                 found["parameters"][name] = held(bucket.full[a:b], bucket.dtype, slice(0, b - a))
             found["optimizer"][name] = {
-                key: held(value, value.dtype.name, optional=key == MASTER) if _is_spread(bucket, name, key) else value
+                key: held(value, value.dtype.name) if _is_spread(bucket, name, key) else Entry(bucket.states[name], key)
                 for key, value in _kept(bucket, name).items()
             }
     return found
-
-
-def parts_loaded(dp: Parts, loaded: Mapping[str, Any]) -> None:
-    """`fompi.load` has written to the arrays of `parts_of`. Take the values, and what follows from parameters."""
-    for bucket in dp.buckets:
-        for name in bucket.names:
-            own, state = bucket.own(name), bucket.states[name]
-            state |= {key: loaded[path] for key in state if not _is_spread(bucket, name, key)
-                      and (path := f"optimizer.{name}.{key}") in loaded}  # fmt: skip
-            is_of_value = narrow(bucket.master[own], bucket.dtype) == bucket.shard[own]  # else the parameter says more
-            wide = widen(bucket.shard[own], bucket.dtype)
-            bucket.master[own] = np.where(is_of_value, bucket.master[own], wide)
 
 
 def load_state(dp: Parts, state: Mapping[str, Any]) -> None:

@@ -115,11 +115,6 @@ class Boxes:
         of = tuple(tuple(run(tuple(shape), a, b)) for a, b in pairwise(offsets(counts)))
         return cls(tuple(shape), of, tuple((n if padded is None else padded,) for n in counts))
 
-    def __str__(self) -> str:
-        lines = [f"{self.shape} on {self.size} ranks"]
-        lines += [f"  rank {rank}: {', '.join(map(str, boxes)) or 'nothing'}" for rank, boxes in enumerate(self.of)]
-        return "\n".join(lines)
-
 
 def _with(dim: int, n: int, shape: Sequence[int]) -> Shape:
     return (*shape[:dim], n, *shape[dim + 1 :])

@@ -170,10 +170,6 @@ class ZeroDataParallel(Wrapper):
         parts = self.parallel.checkpoint_parts(layouts)
         return {"module": parts_of(self.module) | parts["parameters"], "optimizer": parts["optimizer"]}
 
-    def checkpoint_loaded(self, loaded: Mapping[str, Any]) -> None:
-        """Take what `fompi.load` has read."""
-        self.parallel.checkpoint_loaded(loaded)
-
     @torch.no_grad()
     def wait(self, names: Iterable[str] | None = None) -> None:
         """Wait until these parameters have arrived (None: all of them)."""
