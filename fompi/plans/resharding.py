@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, combinations
+from itertools import chain, islice
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -81,9 +81,8 @@ class Resharding:
             written[target, write].append(box)
         for rank, boxes in enumerate(self.target.of):
             for number, box in enumerate(boxes):
-                for one, other in combinations(written[rank, number], 2):
-                    if common(one, other) is not None:
-                        raise PlanError(f"rank {rank}: the elements {common(one, other)} are written twice", rank)
+                for one, other in overlaps(written[rank, number]):
+                    raise PlanError(f"rank {rank}: the elements {common(one, other)} are written twice", rank)
                 if missing := box.elements - sum(each.elements for each in written[rank, number]):
                     raise PlanError(f"rank {rank}: {missing} elements of {box} are not written", rank)
         if self.peak is not None and self.most_nbytes > self.peak:
@@ -149,26 +148,44 @@ def resharding(
     return made
 
 
-def cells(box: Box, boxes: Boxes) -> list[tuple[Box, Shape]]:
-    """`box` in pieces that have the same owners throughout: (piece, the ranks that have it)."""
+@lru_cache(maxsize=256)
+def _owners(boxes: Boxes) -> list[tuple[Box, Shape, bool]]:
+    """Each box, the ranks that have it, and whether it has elements in common with another one."""
     owners_of = defaultdict[Box, dict[int, None]](dict)
     for rank, of in enumerate(boxes.of):
-        for each in of:
-            owners_of[each][rank] = None
-    found: list[tuple[Box, Shape]] = [(box, ())] if box.elements else []
-    for other, ranks in owners_of.items():
+        for box in of:
+            owners_of[box][rank] = None
+    shared = {box for pair in overlaps([*owners_of]) for box in pair}
+    return [(box, tuple(ranks), box in shared) for box, ranks in owners_of.items()]
+
+
+def cells(box: Box, boxes: Boxes) -> list[tuple[Box, Shape]]:
+    """`box` in pieces that have the same owners throughout: (piece, the ranks that have it)."""
+    known, left = list[tuple[Box, Shape]](), [(box, Shape())] if box.elements else []
+    for other, ranks, is_shared in _owners(boxes):
         if common(box, other) is not None:
-            pieces, found = found, []
+            pieces, left = left, []
             for piece, owners in pieces:
                 both = common(piece, other)
                 if both is None:
-                    found.append((piece, owners))
+                    left.append((piece, owners))
                 else:
-                    found += [
-                        (both, tuple(dict.fromkeys((*owners, *ranks)))),
-                        *((r, owners) for r in without(piece, both)),
-                    ]
-    return found
+                    (left if is_shared else known).append((both, tuple(dict.fromkeys((*owners, *ranks)))))
+                    left += [(rest, owners) for rest in without(piece, both)]
+    return known + left
+
+
+def overlaps(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
+    """The pairs that have elements in common. In the order of the dimension in which most boxes differ."""
+    dims = range(len(boxes[0].shape) if boxes else 0)
+    dim = max(dims, key=lambda i: len({box.offset[i] for box in boxes}), default=0)
+    ordered = sorted(boxes, key=lambda box: box.offset[dim:])
+    for i, one in enumerate(ordered):
+        for other in islice(ordered, i + 1, None):
+            if other.offset[dim:] and other.offset[dim] >= one.end[dim]:
+                break
+            if common(one, other) is not None:
+                yield one, other
 
 
 def _number(boxes: Boxes, rank: int, part: Box) -> int:

@@ -87,9 +87,7 @@ def load_full_state_dict(
 def parts_of(module: Any) -> dict[str, Any]:
     """What this rank has of module.state_dict(): parameters, and of what is no parameter that of the first rank."""
     if not isinstance(module, torch.nn.Module):
-        raise TensorError(
-            f"{type(module).__name__} is no module: a state takes its state_dict()"
-        )
+        raise TensorError(f"{type(module).__name__} is no module: a state takes its state_dict()")
     layouts, own = layouts_of(module), {name for name, _ in module.named_parameters(remove_duplicate=False)}
     _check_all_known(module, layouts)
     found: dict[str, Any] = {}
