@@ -92,10 +92,10 @@ from fompi.traces.trace import Trace
 from fompi.tuning.adaptive import Adaptive, bind
 
 if TYPE_CHECKING:
-    from fompi.base.stored import open_checkpoint
     from fompi.parallel.checkpoints import load, save
     from fompi.parallel.interleave import interleave
     from fompi.parallel.reshard import reshard
+    from fompi.parallel.stored import open_checkpoint
     from fompi.planner.balance import balance
     from fompi.planner.layout import layouts
     from fompi.planner.outer import outer_period
@@ -176,7 +176,7 @@ _LATE = {
     "reshard": "fompi.parallel.reshard",
     "save": "fompi.parallel.checkpoints",
     "load": "fompi.parallel.checkpoints",
-    "open_checkpoint": "fompi.base.stored",
+    "open_checkpoint": "fompi.parallel.stored",
     "interleave": "fompi.parallel.interleave",
 }
 """The modules of names that few programs use."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from fompi.base.errors import LayoutError
-from fompi.base.stored import open_checkpoint
 from fompi.base.tables import Table
 from fompi.cli.output import show
+from fompi.parallel.stored import open_checkpoint
 from fompi.plans.plan import format_nbytes
 
 EXAMPLE = "{} checkpoint run"

@@ -11,10 +11,11 @@ from secrets import token_hex
 import numpy as np
 
 from fompi.backends.half import storage
-from fompi.base.stored import Checkpoint, Part, Stored, header_bytes, open_checkpoint
 from fompi.cli.output import UsageError, show
 from fompi.parallel.arrays import Array, tensor_of
 from fompi.parallel.checkpoints import Held, file_of, finish, reads_of, write_file
+from fompi.parallel.stored import Checkpoint, Part, Stored, header_bytes, open_checkpoint
+from fompi.plans.boxes import whole
 from fompi.plans.plan import format_nbytes
 
 EXAMPLE = "{} reshard run model --hf"
@@ -44,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
         head, begins = header_bytes(forms, "" if options.hf else made.id)
         made.sums[file] = write_file(made.directory / file, head, (whole_array(found, name) for name in names))
         for (name, (dtype, shape)), begin in zip(forms.items(), begins, strict=False):
-            made.arrays[name] = Stored(dtype, shape, [Part(file, begin, (0,) * len(shape), shape)])
+            made.arrays[name] = Stored(dtype, shape, [Part(file, begin, whole(shape))])
     if options.hf:
         files = {name: stored.parts[0].file for name, stored in made.arrays.items()}
         index = {"metadata": {"total_size": made.nbytes}, "weight_map": files}
@@ -58,8 +59,8 @@ def run(options: argparse.Namespace) -> int:
 def whole_array(found: Checkpoint, name: str) -> Array:
     """An array of a checkpoint, from all its parts."""
     stored = found.arrays[name]
-    whole = np.empty(stored.shape, storage(stored.dtype))
-    held = Held(tensor_of(whole, stored.dtype), arrays=[whole])
+    array = np.empty(stored.shape, storage(stored.dtype))
+    held = Held(tensor_of(array, stored.dtype), arrays=[array])
     for here, there in reads_of(found, {name: held}):
         here[...] = there
-    return whole
+    return array

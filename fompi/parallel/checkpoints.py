@@ -10,13 +10,13 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
-from math import prod
 from pathlib import Path
 from secrets import token_hex
 from threading import Thread
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -25,7 +25,6 @@ from fompi.backends.numbers import place
 from fompi.base.doors import DOORS
 from fompi.base.errors import LayoutError, ShapeError, StateError, TensorError
 from fompi.base.log import log
-from fompi.base.stored import BLOCK, INDEX, Checkpoint, Part, Stored, header_bytes, open_checkpoint
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.ops.operations import all_gather
@@ -33,7 +32,8 @@ from fompi.parallel.arrays import Array, borrow_any, call, lent
 from fompi.parallel.buckets import MOST_NAMED, detached
 from fompi.parallel.reshard import Startable, views
 from fompi.parallel.section import in_section
-from fompi.plans.boxes import Box, Boxes, common, run
+from fompi.parallel.stored import BLOCK, INDEX, Checkpoint, Part, Stored, header_bytes, open_checkpoint
+from fompi.plans.boxes import Box, Boxes, common, run, whole
 from fompi.plans.plan import format_nbytes
 from fompi.plans.resharding import cells, dealt
 from fompi.tensors import dlpack
@@ -63,7 +63,7 @@ class Held:
         self.array: Array = array.copy() if self.is_new else array
         self.is_alike = shape is None and not of_first
         self.shape = tuple(array.shape if shape is None else shape)
-        self.boxes = tuple(boxes) if shape is not None else (Box((0,) * array.ndim, array.shape),)
+        self.boxes = tuple(boxes) if shape is not None else (whole(array.shape),)
         self.views = views(self.array, self.boxes) if arrays is None else arrays
 
     def words(self) -> dict[str, Any]:
@@ -78,11 +78,16 @@ class Held:
         return lent(self.array, self.borrowed) if self.is_new else self.tensor
 
 
-class Entry(NamedTuple):
+@dataclass
+class Entry:
     """The value `of[key]`, which `load` puts there."""
 
     of: dict[str, Any]
     key: str
+
+
+VALUES = (type(None), str, bool, int, float)
+"""The values of JSON, and lists of them."""
 
 
 Placed = Sequence[tuple[Box, Box]]
@@ -97,9 +102,9 @@ def within(array: Array, shape: Sequence[int], elements: slice, placed: Placed) 
     boxes, arrays = list[Box](), list[Array]()
     runs = [*run(tuple(shape), elements.start, elements.stop)]
     for here, view in zip(runs, views(array, runs), strict=True):
-        for local, whole in placed:
+        for local, its in placed:
             if (both := common(here, local)) is not None:
-                steps = zip(whole.offset, both.offset, local.offset, strict=True)
+                steps = zip(its.offset, both.offset, local.offset, strict=True)
                 boxes.append(Box(tuple(a + b - c for a, b, c in steps), both.shape))
                 arrays.append(view[here.slices(both)])
     return boxes, arrays
@@ -111,17 +116,20 @@ def held_in(state: Any, rank: int, prefix: str = "") -> Iterator[tuple[str, Any]
         state = state.checkpoint_parts()
     elif hasattr(state, "state_dict"):
         state = DOORS.parts_of_torch(state)
-    if isinstance(state, Mapping):
-        for key, value in state.items():
+    if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], Boxes):
+        (x, boxes), shape = state, tuple(state[0].shape)
+        if rank >= boxes.size or shape != boxes.arrays[rank]:
+            raise ShapeError(f"{prefix!r} has the shape {shape}, which its boxes do not give to rank {rank}")
+        yield prefix, Held(x, boxes.shape, boxes.of[rank])
+    elif isinstance(state, (*VALUES, Held, Entry)):
+        yield prefix, state
+    elif isinstance(state, (list, tuple)) and all(isinstance(each, VALUES) for each in state):
+        yield prefix, [*state]
+    elif isinstance(state, (Mapping, list, tuple)):
+        for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
             yield from held_in(value, rank, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(state, tuple) and isinstance(state[-1], Boxes):
-        boxes = state[-1]
-        if rank >= boxes.size or tuple(state[0].shape) != boxes.arrays[rank]:
-            raise ShapeError(f"{prefix!r}: {tuple(state[0].shape)} is not the shape that its boxes give to rank {rank}")
-        yield prefix, Held(state[0], boxes.shape, boxes.of[rank])
     else:
-        is_value = state is None or isinstance(state, (Held, Entry, str, bool, int, float, list))
-        yield prefix, state if is_value else Held(state)
+        yield prefix, Held(state)
 
 
 def _read_state(what: str, state: Any, comm: Communicator, error: Exception | None = None) -> Any:
@@ -199,7 +207,7 @@ def _shares(made: Checkpoint, tables: Sequence[Any]) -> Mapping[int, dict[str, t
         of = (found.get(rank, none)["boxes"] for rank in range(len(tables)))
         boxes = Boxes(shape, tuple(tuple(Box(tuple(offset), tuple(n)) for offset, n in listed) for listed in of))
         made.arrays[name] = Stored(each["form"]["dtype"], shape, [])
-        for part, owners in cells(Box((0,) * len(shape), shape), boxes):
+        for part, owners in cells(whole(shape), boxes):
             if not owners:
                 raise LayoutError(f"save: no rank has the elements {part} of {name!r}, a hole")
             wanted[owners[:1] if each["of_first"] else owners].append((name, part))
@@ -209,7 +217,7 @@ def _shares(made: Checkpoint, tables: Sequence[Any]) -> Mapping[int, dict[str, t
     for owner, keys in sorted(files.items()):
         forms = {key: (made.arrays[name].dtype, box.shape) for key, (name, box) in keys.items()}
         for (name, box), begin in zip(keys.values(), header_bytes(forms, made.id)[1], strict=False):
-            made.arrays[name].parts.append(Part(file_of(made, owner), begin, *box))
+            made.arrays[name].parts.append(Part(file_of(made, owner), begin, box))
     return files
 
 
@@ -353,9 +361,9 @@ def reads_of(
         for box, view in zip(each.boxes, each.views, strict=True):
             left = box.elements
             for part in stored.parts:
-                if left and (both := common(box, Box(part.offset, part.shape))) is not None:
+                if left and (both := common(box, part.box)) is not None:
                     left -= both.elements
-                    rows = part.rows(both.offset, both.end, view.itemsize)
+                    rows = part.rows(both, view.itemsize)
                     reads[part.file].append((rows, part, both, view[box.slices(both)]))
             if left:
                 raise LayoutError(f"{found.directory} lacks {left} elements of {box} of {name!r}, a hole")
@@ -363,5 +371,5 @@ def reads_of(
         of.sort(key=lambda read: read[0])
         memory = found.mapped(file, [rows for rows, *_ in of])
         for _, part, both, here in of:
-            whole = np.frombuffer(memory, here.dtype, prod(part.shape), part.begin).reshape(part.shape)
-            yield here, whole[Box(part.offset, part.shape).slices(both)]
+            there = np.frombuffer(memory, here.dtype, part.box.elements, part.begin).reshape(part.box.shape)
+            yield here, there[part.box.slices(both)]

@@ -22,7 +22,7 @@ from fompi.parallel.checkpoints import Entry, Held, Placed, within
 from fompi.parallel.gathers import Bucket
 from fompi.parallel.optimizers import MASTER
 from fompi.parallel.sums import Gradients
-from fompi.plans.boxes import Box
+from fompi.plans.boxes import whole
 
 Array = np.ndarray[Any, Any]
 Saved = dict[str, dict[str, Any]]
@@ -90,8 +90,7 @@ def parts_of(dp: Parts, layouts: Mapping[str, tuple[Sequence[int], Placed]]) -> 
         bucket.take_what_was_written()
         for name in bucket.names:
             own, elements, shape = bucket.own(name), bucket.elements(name), bucket.shapes[name]
-            whole = Box((0,) * len(shape), shape)
-            full, placed = layouts.get(name, (shape, [(whole, whole)]))
+            full, placed = layouts.get(name, (shape, [(whole(shape), whole(shape))]))
 
             def held(array: Array, dtype: str, run: slice = elements) -> Held:
                 boxes, views = within(array, shape, run, placed)  # noqa: B023

@@ -136,6 +136,11 @@ def _tile(shape: Sequence[int], layouts: Sequence[Layout], mesh: Sequence[int], 
 # ------------------------------------------------------------------------------------------------------- arithmetic
 
 
+def whole(shape: Sequence[int]) -> Box:
+    """The box of a whole array."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
 def between(low: Sequence[int], high: Sequence[int]) -> Box:
     return Box(tuple(low), tuple(b - a for a, b in zip(low, high, strict=True)))
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from fompi.base.stored import open_checkpoint
+from fompi.parallel.stored import open_checkpoint
 
 JOB = """
 import os, signal, sys, threading, time
@@ -31,7 +31,7 @@ def whole_step(folder):
     found.check()
     assert found.values["step"] == found.step >= 2
     (stored,) = found.arrays.values()
-    assert sum(part.shape[0] for part in stored.parts) == 400_000
+    assert sum(part.box.shape[0] for part in stored.parts) == 400_000
     return found.step
 
 

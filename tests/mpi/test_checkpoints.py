@@ -11,9 +11,9 @@ from boxes import held
 
 import fompi
 from fompi import Boxes, LayoutError, Replicate, ShapeError, Shard, StateError
-from fompi.base.stored import open_checkpoint
 from fompi.cli.reshard import whole_array
 from fompi.parallel.data import AdamW, DataParallel
+from fompi.parallel.stored import open_checkpoint
 
 pytestmark = pytest.mark.ranks(mpich=[2], openmpi=[2])
 
@@ -73,6 +73,15 @@ def test_jax_and_torch_tensors(world, folder):
     t = torch.zeros(6, dtype=torch.bfloat16)
     found = fompi.load(folder, {"t": t, "j": jax.numpy.zeros(5)}, comm=world)
     assert t.tolist() == [*range(6)] and isinstance(found["j"], jax.Array) and found["j"].tolist() == [*range(5)]
+
+
+def test_lists_are_values_or_hold_tensors(world, folder):
+    """As the states of optimizers of JAX are."""
+    fompi.save(folder, {"s": [(np.arange(3), 7), np.ones(2)], "l": (1, 2.5, "a"), "e": []}, comm=world)
+    a, b = np.zeros(3, np.int64), np.zeros(2)
+    found = fompi.load(folder, {"s": [(a, 0), b], "l": [], "e": []}, comm=world)
+    assert a.tolist() == [0, 1, 2] and b.tolist() == [1, 1]
+    assert (found["s.0.1"], found["l"], found["e"]) == (7, [1, 2.5, "a"], [])
 
 
 def test_a_started_save_has_what_was_there(world, folder):

@@ -1,4 +1,4 @@
-"""Checkpoints on disk, without arrays: what is in a directory, and whether each byte is as it was written.
+"""Checkpoints on disk: what is in a directory, and whether each byte is as it was written.
 
     checkpoint.json               which elements of which array are where, and the sums of all blocks of all files
     ID-0.safetensors, ...         the parts that each rank has written
@@ -22,6 +22,7 @@ from zlib import crc32
 
 from fompi.base.errors import LayoutError
 from fompi.base.layout import itemsize
+from fompi.plans.boxes import Box, whole
 
 NAMES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL", "int8": "I8",
@@ -35,17 +36,18 @@ INDEX, BLOCK = "checkpoint.json", 1 << 20
 
 
 class Part(NamedTuple):
-    """Elements of an array, one behind the other from byte `begin` of a file on."""
+    """A box of an array, row by row from byte `begin` of a file on."""
 
     file: str
     begin: int
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    box: Box
 
-    def rows(self, low: Sequence[int], high: Sequence[int], itemsize: int) -> tuple[int, int]:
-        """The bytes of the file with the rows that the elements `low` to `high` of the array are in."""
-        row, first = prod(self.shape[1:]) * itemsize, sum(self.offset[:1])
-        return self.begin + (sum(low[:1]) - first) * row, self.begin + (sum(high[:1]) - first if high else 1) * row
+    def rows(self, part: Box, itemsize: int) -> tuple[int, int]:
+        """The bytes of the file with the rows of this part of the box."""
+        row, (first, *_) = prod(self.box.shape[1:]) * itemsize, self.box.slices(part)
+        if first is ...:  # an array without dimensions
+            return self.begin, self.begin + itemsize
+        return self.begin + first.start * row, self.begin + first.stop * row
 
 
 class Stored(NamedTuple):
@@ -70,7 +72,7 @@ class Checkpoint:
     id: str = ""
     step: int | None = None
     ranks: int = 0
-    sums: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
+    sums: dict[str, Sequence[Any]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -85,9 +87,9 @@ class Checkpoint:
                 memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY) if nbytes else None
         except OSError as error:
             raise LayoutError(f"{path}: {error.strerror or error}") from None
-        whole, sums = self.sums.get(file, (nbytes, []))
-        if nbytes != whole or memory is None:
-            raise LayoutError(f"{path} has {nbytes} bytes, but {whole} were written: it was cut short")
+        expected, sums = self.sums.get(file, (nbytes, []))
+        if nbytes != expected or memory is None:
+            raise LayoutError(f"{path} has {nbytes} bytes, but {expected} were written: it was cut short")
         if self.id and header_of(memory, path).get("__metadata__", {}).get("fompi") != self.id:
             raise LayoutError(f"{path} is of another checkpoint than {INDEX}")
         for block in sorted({b for begin, end in runs for b in range(begin // BLOCK, -(-end // BLOCK))}):
@@ -102,8 +104,7 @@ class Checkpoint:
 
     def text(self) -> str:
         """The content of checkpoint.json."""
-        inside = {"id": self.id, "step": self.step, "ranks": self.ranks, "files": self.sums, "values": self.values}
-        words = json.dumps({**inside, "arrays": self.arrays})
+        words = json.dumps({name: value for name, value in vars(self).items() if name != "directory"})
         return json.dumps({"fompi": 1, "sum": crc32(words.encode()), "checkpoint": words})
 
 
@@ -152,7 +153,7 @@ def open_checkpoint(directory: Any) -> Checkpoint:
             if entry["dtype"] not in dtypes:
                 raise LayoutError(f"{file}: {name!r} has the unknown dtype {entry['dtype']}")
             shape = tuple(entry["shape"])
-            part = Part(file.name, begin + entry["data_offsets"][0], (0,) * len(shape), shape)
+            part = Part(file.name, begin + entry["data_offsets"][0], whole(shape))
             found.arrays[name] = Stored(dtypes[entry["dtype"]], shape, [part])
     return found
 
@@ -160,15 +161,13 @@ def open_checkpoint(directory: Any) -> Checkpoint:
 def _opened(path: Path, text: str) -> Checkpoint:
     try:
         outer = json.loads(text)
-        words = outer["checkpoint"]
-        if outer["sum"] != crc32(words.encode()):
+        found = json.loads(outer["checkpoint"])
+        if outer["sum"] != crc32(outer["checkpoint"].encode()):
             raise ValueError("its sum is not that of what is in it")
-        found = json.loads(words)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LayoutError(f"{path / INDEX} is not as it was written: {error}") from None
     arrays = {
-        name: Stored(dtype, tuple(shape), [Part(f, at, tuple(offset), tuple(n)) for f, at, offset, n in parts])
-        for name, (dtype, shape, parts) in found["arrays"].items()
+        name: Stored(dtype, tuple(shape), [Part(f, at, Box(tuple(offset), tuple(n))) for f, at, (offset, n) in parts])
+        for name, (dtype, shape, parts) in found.pop("arrays").items()
     }
-    sums = {file: (nbytes, listed) for file, (nbytes, listed) in found["files"].items()}
-    return Checkpoint(path, arrays, found["values"], found["id"], found["step"], found["ranks"], sums)
+    return Checkpoint(path, arrays, **found)
