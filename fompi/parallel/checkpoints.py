@@ -290,6 +290,8 @@ def finish(made: Checkpoint) -> Exception | None:
     """The new index takes the place of the old one: from then on it is the checkpoint. Old files go."""
     folder = made.directory
     beside = folder / f"{made.id}.json"
+    if unseen := [file for file in made.sums if not (folder / file).exists()]:
+        return StateError(f"rank 0 does not see {folder / unseen[0]}: all ranks must write to one directory")
     try:
         write_file(beside, made.text().encode(), ())
         os.replace(beside, folder / INDEX)

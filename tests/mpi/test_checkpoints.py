@@ -75,6 +75,15 @@ def test_jax_and_torch_tensors(world, folder):
     assert t.tolist() == [*range(6)] and isinstance(found["j"], jax.Array) and found["j"].tolist() == [*range(5)]
 
 
+def test_ranks_with_directories_of_their_own(world, folder, monkeypatch):
+    """Rank 0 would have saved what only it has."""
+    (folder / str(world.rank)).mkdir()
+    monkeypatch.chdir(folder / str(world.rank))
+    with pytest.raises((StateError, fompi.MismatchError), match="rank 0 does not see"):
+        fompi.save("run", {"x": np.zeros(30)}, comm=world)
+    assert not [*Path("run").iterdir()]
+
+
 def test_lists_are_values_or_hold_tensors(world, folder):
     """As the states of optimizers of JAX are."""
     fompi.save(folder, {"s": [(np.arange(3), 7), np.ones(2)], "l": (1, 2.5, "a"), "e": []}, comm=world)
