@@ -38,6 +38,9 @@ from fompi.plans.plan import format_nbytes
 from fompi.plans.resharding import cells, dealt
 from fompi.tensors import dlpack
 
+SAMPLED = 1 << 18
+"""Of tensors that are the same on all ranks, this many elements are compared, from their begin to their end."""
+
 
 class Held:
     """What this rank has of a named array: `boxes`, and an array of each in `views`.
@@ -68,8 +71,10 @@ class Held:
 
     def words(self) -> dict[str, Any]:
         """What other ranks must know of it."""
-        alike = crc32(np.ascontiguousarray(self.array).reshape(-1).view(np.uint8).data) if self.is_alike else None
-        form = {"dtype": self.borrowed.dtype, "shape": self.shape, "sum": alike}
+        form: dict[str, Any] = {"dtype": self.borrowed.dtype, "shape": self.shape, "sum": None}
+        if self.is_alike:  # a sample: a step waits for it
+            sample = self.array.reshape(-1)[:: 1 + self.array.size // SAMPLED]
+            form["sum"] = crc32(np.ascontiguousarray(sample).view(np.uint8).data)
         return {"form": form, "boxes": self.boxes, "of_first": self.of_first}
 
     def loaded(self) -> Any:
@@ -250,10 +255,12 @@ class Saving:
         """All ranks have written, and the new checkpoint is there. Or all raise, and the old one is. Collective."""
         if self._writer is None:
             raise StateError("this save has been waited for")
-        self._writer.join()
-        self._writer, made = None, self._made
+        writer, self._writer, made, writing = self._writer, None, self._made, True
         try:
-            agree(self._comm, "save: the files of all ranks", self._error)
+            while writing:  # a file may take longer than an agreement may
+                writer.join(min(60.0, self._comm.engine.timeout / 4))
+                alive = agree(self._comm, "save: the files of all ranks", self._error, int(writer.is_alive()))
+                writing = any(alive)
             made.sums = {file_of(made, r): tuple(each) for r, each in enumerate(_told(self._written, self._comm))}
             agree(self._comm, "save: the rename", finish(made) if self._comm.rank == 0 else None)
         except Exception:

@@ -139,7 +139,9 @@ def resharding(
                 if rank in owners:
                     copies.append(Move(rank, rank, _number(source, rank, part), number, part))
                 else:
-                    wanted[_nearest(owners, rank, costs)].append(((rank, number), part))
+                    seconds = {owner: costs[owner][rank] if costs else 0.0 for owner in owners}
+                    nearest = tuple(owner for owner in owners if seconds[owner] <= min(seconds.values()))
+                    wanted[nearest].append(((rank, number), part))
     moves = [Move(owner, rank, _number(source, owner, part), number, part)
              for owner, (rank, number), part in dealt(wanted)]  # fmt: skip
     rounds = _in_rounds(moves, source.size, None if peak is None else peak // itemsize)
@@ -191,14 +193,6 @@ def overlaps(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
 def _number(boxes: Boxes, rank: int, part: Box) -> int:
     """The first box of this rank that has this part."""
     return next(number for number, box in enumerate(boxes.of[rank]) if common(box, part) == part)
-
-
-def _nearest(owners: Shape, rank: int, costs: Sequence[Sequence[float]] | None) -> Shape:
-    """The owners with the best link to this rank."""
-    if costs is None:
-        return owners
-    least = min(costs[owner][rank] for owner in owners)
-    return tuple(owner for owner in owners if costs[owner][rank] <= least)
 
 
 def dealt(wanted: Mapping[Shape, Sequence[tuple[Any, Box]]]) -> Iterator[tuple[int, Any, Box]]:

@@ -93,12 +93,14 @@ def test_lists_are_values_or_hold_tensors(world, folder):
     assert (found["s.0.1"], found["l"], found["e"]) == (7, [1, 2.5, "a"], [])
 
 
-def test_a_started_save_has_what_was_there(world, folder):
+def test_a_started_save_has_what_was_there(world, folder, monkeypatch):
     x = np.full((4, 2), float(world.rank))
     boxes = Boxes.over((4 * world.size, 2), Shard(0), world.size)
     saving = fompi.save.start(folder, {"x": (x, boxes)}, comm=world)
     x[...] = -5
     assert not (folder / "checkpoint.json").exists() or world.rank
+    if world.rank == 0:  # a file that takes longer than an agreement may
+        monkeypatch.setattr(saving._writer, "is_alive", iter([True, True, False, False]).__next__)
     saving.wait()
     fompi.load(folder, {"x": (x, boxes)}, comm=world)
     assert (x == world.rank).all()
