@@ -17,7 +17,7 @@ from fompi.base.layout import Layout, Partial, Replicate, Shard, as_integer, off
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import digest
 from fompi.ops.operations import all_to_all
-from fompi.parallel.arrays import Array, array_of, borrow_any, enter, lent, read, start
+from fompi.parallel.arrays import Array, array_of, borrow_any, enter, lent, read, start, unrounded
 from fompi.parallel.section import in_section
 from fompi.plans.boxes import Box, Boxes
 from fompi.plans.resharding import Move, Resharding, resharding
@@ -120,7 +120,7 @@ class Moving:
     def __init__(
         self, plan: Resharding, source: Sequence[Array], target: Sequence[Array], dtype: Any, comm: Communicator
     ):
-        self.plan, self.comm, self._source, self._target = plan, comm.using(wire=None), source, target
+        self.plan, self.comm, self._source, self._target = plan, unrounded(comm), source, target
         self.result: Callable[[], Any] | None = lambda: target
         self._rounds = self._run(dtype)
         next(self._rounds, None)
