@@ -13,7 +13,7 @@ import numpy as np
 
 from fompi.backends.numbers import fetch, place, upload
 from fompi.base.errors import LayoutError, ShapeError, StateError
-from fompi.base.layout import Layout, Partial, Replicate, Shard, as_integer, offsets
+from fompi.base.layout import Layout, Partial, Replicate, Shard, offsets
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import digest
 from fompi.ops.operations import all_to_all
@@ -60,11 +60,15 @@ def reshard(
     """
 
     def check(group: Communicator) -> tuple[str, int, Tensor]:
-        tensor = borrow_any(x, "x")
-        words = _in_words(source, tensor.array, group, True), _in_words(target, tensor.array, group)
-        if peak is not None:
-            as_integer(peak, "peak")
-        rows = tensor.array.shape[source.dim] if isinstance(source, Shard) else 0
+        tensor, rows = borrow_any(x, "x"), 0
+        shape = tensor.array.shape
+        if isinstance(source, Shard):
+            if not -len(shape) <= source.dim < len(shape):
+                raise ShapeError(f"x has the shape {shape}, which has no dimension for {source}")
+            rows = shape[source.dim]
+        elif isinstance(source, Boxes) and source.size == group.size and shape != source.arrays[group.rank]:
+            raise ShapeError(f"x has the shape {shape}, but the source gives it {source.arrays[group.rank]}")
+        words = (f"{digest(repr(each)):x}" if isinstance(each, Boxes) else str(each) for each in (source, target))
         return f"{' to '.join(words)}, {tensor.dtype}, {peak=}", rows, tensor
 
     group, tensor, rows = enter("reshard", comm, check)
@@ -78,27 +82,15 @@ def reshard(
     return moving
 
 
-def _in_words(sharding: Any, array: Array, comm: Communicator, is_source: bool = False) -> str:
-    """What must be the same on all ranks. Raises the error of what is no sharding of the array of this rank."""
+def _as_boxes(sharding: Any, shape: tuple[int, ...], size: int, rows: Any = None) -> Boxes:
+    """`sharding` of an array of this global shape. `rows`: those of each rank, and `shape` is that of one of them."""
+    if isinstance(sharding, Boxes) and sharding.size == size:
+        return sharding
     if isinstance(sharding, Boxes):
-        if sharding.size != comm.size:
-            raise LayoutError(f"the boxes are of {sharding.size} ranks, but the communicator has {comm.size}")
-        if is_source and array.shape != sharding.arrays[comm.rank]:
-            raise ShapeError(f"x has the shape {array.shape}, but the source gives it {sharding.arrays[comm.rank]}")
-        return f"boxes of an array of the shape {sharding.shape}, {digest(repr(sharding)):x}"
+        raise LayoutError(f"the boxes are of {sharding.size} ranks, but the communicator has {size}")
     if not isinstance(sharding, (Shard, Replicate)):
         hint = ": sum it first, with reduce_scatter or all_reduce" if isinstance(sharding, Partial) else ""
         raise LayoutError(f"{sharding!r} must be Shard(dim), Replicate() or fompi.Boxes{hint}")
-    ndim = array.ndim
-    if isinstance(sharding, Shard) and not -ndim <= sharding.dim < ndim:
-        raise ShapeError(f"x has the shape {array.shape}, which has no dimension for {sharding}")
-    return str(sharding)
-
-
-def _as_boxes(sharding: Any, shape: tuple[int, ...], size: int, rows: Any = None) -> Boxes:
-    """`sharding` of an array of this global shape. `rows`: those of each rank, and `shape` is that of one of them."""
-    if isinstance(sharding, Boxes):
-        return sharding
     if rows is None or isinstance(sharding, Replicate):
         return Boxes.over(shape, sharding, size)
     dim = sharding.dim % len(shape)

@@ -45,9 +45,9 @@ class PartLayout:
         if self.dim is None:
             return part.clone()
         held = Boxes(self.shape, tuple(tuple(box for _, box in self.placed(rank)) for rank in range(comm.size)))
-        runs = [part.detach().narrow(self.dim, here.offset[self.dim], here.shape[self.dim]) for here, _ in
-                self.placed(comm.rank)]  # fmt: skip
-        flat = runs[0] if len(runs) == 1 else torch.cat([piece.reshape(-1) for piece in runs])
+        runs = [part.detach().narrow(self.dim, here.offset[self.dim], here.shape[self.dim])
+                for here, _ in self.placed(comm.rank)]  # fmt: skip
+        flat = runs[0] if len(runs) == 1 else torch.cat([part.new_zeros(0), *(each.reshape(-1) for each in runs)])
         full: torch.Tensor = reshard(flat, held, Replicate(), comm=comm)
         return full
 
