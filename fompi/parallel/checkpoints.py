@@ -10,6 +10,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -23,7 +24,7 @@ import numpy as np
 
 from fompi.backends.numbers import place
 from fompi.base.doors import DOORS
-from fompi.base.errors import LayoutError, ShapeError, StateError, TensorError
+from fompi.base.errors import LayoutError, MismatchError, ShapeError, StateError, TensorError
 from fompi.base.log import log
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
@@ -263,7 +264,7 @@ class Saving:
                 writing = any(alive)
             made.sums = {file_of(made, r): tuple(each) for r, each in enumerate(_told(self._written, self._comm))}
             agree(self._comm, "save: the rename", finish(made) if self._comm.rank == 0 else None)
-        except Exception:
+        except (StateError, MismatchError):  # a rank refuses; if one is lost instead, there may have been the rename
             self._path.unlink(missing_ok=True)
             raise
         seconds = perf_counter() - self._begun
@@ -302,15 +303,16 @@ def finish(made: Checkpoint) -> Exception | None:
     try:
         write_file(beside, made.text().encode(), ())
         os.replace(beside, folder / INDEX)
-        opened = os.open(folder, os.O_RDONLY)
-        os.fsync(opened)  # the disk has the rename before old files go
-        os.close(opened)
     except OSError as error:
         beside.unlink(missing_ok=True)
         return _unwritten(0, folder / INDEX, error)
-    for old in (*folder.glob("????????????????-*.safetensors"), *folder.glob("????????????????.json")):
-        if old.name not in made.sums:
-            old.unlink(missing_ok=True)
+    with suppress(OSError):  # the checkpoint is there, whatever happens now
+        opened = os.open(folder, os.O_RDONLY)
+        os.fsync(opened)  # the disk has the rename before old files go
+        os.close(opened)
+        for old in (*folder.glob("????????????????-*.safetensors"), *folder.glob("????????????????.json")):
+            if old.name not in made.sums:
+                old.unlink(missing_ok=True)
     return None
 
 

@@ -12,6 +12,7 @@ from boxes import held
 import fompi
 from fompi import Boxes, LayoutError, Replicate, ShapeError, Shard, StateError
 from fompi.cli.reshard import whole_array
+from fompi.parallel import checkpoints
 from fompi.parallel.data import AdamW, DataParallel
 from fompi.parallel.stored import open_checkpoint
 
@@ -185,6 +186,29 @@ def test_one_rank_that_cannot_read_or_write(world, folder, monkeypatch):
     assert (folder / "checkpoint.json").read_bytes() == before and len([*folder.iterdir()]) == 3
     fompi.load(folder, state, comm=world)
     assert state["a"]["y"].tolist() == [1, 2, 3]
+
+
+def test_what_fails_behind_the_rename_does_no_harm(world, folder, monkeypatch):
+    """The new checkpoint is there: no rank may take its file away, and no old file that stays is an error."""
+    write(world, folder)
+    agreed = checkpoints.agree
+
+    def lost(comm, text, *more):
+        values = agreed(comm, text, *more)
+        if text == "save: the rename":
+            raise fompi.PeerError("a rank is lost", 1)
+        return values
+
+    monkeypatch.setattr(checkpoints, "agree", lost)
+    monkeypatch.setattr(os, "open", full_disk)
+    with pytest.raises(fompi.PeerError, match="is lost"):
+        write(world, folder, step=9)
+    monkeypatch.undo()
+    world.barrier()
+    y = np.zeros(3, np.float32)
+    fompi.load(folder, {"a": {"y": y}}, comm=world)
+    assert y.tolist() == [1, 2, 3] and open_checkpoint(folder).step == 9
+    open_checkpoint(folder).check()
 
 
 def full_disk(*_):
