@@ -260,8 +260,8 @@ class Saving:
         try:
             while writing:  # a file may take longer than an agreement may
                 writer.join(min(60.0, self._comm.engine.timeout / 4))
-                alive = agree(self._comm, "save: the files of all ranks", self._error, int(writer.is_alive()))
-                writing = any(alive)
+                writes = int(writer.is_alive())  # before its error is read: that is the last word then
+                writing = any(agree(self._comm, "save: the files of all ranks", self._error, writes))
             made.sums = {file_of(made, r): tuple(each) for r, each in enumerate(_told(self._written, self._comm))}
             agree(self._comm, "save: the rename", finish(made) if self._comm.rank == 0 else None)
         except (StateError, MismatchError):  # a rank refuses; if one is lost instead, there may have been the rename
