@@ -18,6 +18,7 @@ from math import ceil
 from typing import Any, NamedTuple
 
 from fompi.base.errors import LayoutError, PlanError
+from fompi.base.layout import Sizes
 from fompi.plans.boxes import Box, Boxes, Shape, common, head, without
 from fompi.plans.plan import format_nbytes
 
@@ -61,6 +62,11 @@ class Resharding:
     def nbytes(self) -> int:
         """The bytes of all messages."""
         return sum(map(sum, self.pairs(chain(*self.rounds))))
+
+    @property
+    def sizes(self) -> list[Sizes]:
+        """The rounds as all-to-alls of bytes, for `fompi.simulate`."""
+        return [Sizes(pairs=tuple(map(tuple, self.pairs(moves)))) for moves in self.rounds]
 
     @property
     def most_nbytes(self) -> int:
