@@ -20,7 +20,6 @@ its new part, and the keys and values so far move.
 import argparse
 import json
 import math
-import mmap
 import re
 import sys
 import time
@@ -158,31 +157,28 @@ def windows_of(config):
 
 
 class Files:
-    """The tensors of all *.safetensors of a folder: 8 bytes, a header of JSON, and the elements."""
+    """The tensors of all *.safetensors of a folder, read as fompi.load reads them."""
 
     def __init__(self, folder):
-        self.places = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            with path.open("rb") as file:
-                memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            size = int.from_bytes(memory[:8], "little")
-            for name, entry in json.loads(memory[8 : 8 + size]).items():
-                if name != "__metadata__":
-                    self.places[name] = memory, 8 + size + entry["data_offsets"][0], entry
+        self.found, self.memory = fompi.open_checkpoint(folder), {}
 
     def __contains__(self, name):
-        return name in self.places
+        return name in self.found.arrays
 
     def read(self, name, dtype, shape, rows=slice(None), columns=slice(None)):
         """Some rows or columns of a tensor of this shape. The others are not read from the disk, or not kept."""
-        if name not in self.places:
+        if name not in self:
             raise Refused(f"the files have no {name}")
-        memory, offset, entry = self.places[name]
-        kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
-        if entry["dtype"] not in kinds or entry["shape"] != [*shape]:
-            raise Refused(f"{name} is {entry['dtype']} {entry['shape']}, not {[*shape]} of {', '.join(kinds)}")
-        kind, count = kinds[entry["dtype"]], math.prod(shape)
-        whole = torch.frombuffer(memory, dtype=kind, offset=offset, count=count).view(shape)
+        stored = self.found.arrays[name]
+        kinds = {str(kind)[6:]: kind for kind in (torch.float32, torch.float16, torch.bfloat16, torch.float64)}
+        if stored.dtype not in kinds or stored.shape != (*shape,):
+            raise Refused(f"{name} is {stored.dtype} {[*stored.shape]}, not {[*shape]} of {', '.join(kinds)}")
+        if len(stored.parts) > 1:
+            raise Refused(f"{name} is in {len(stored.parts)} parts: make it whole with fompi reshard FROM TO")
+        part = stored.parts[0]
+        memory = self.memory[part.file] = self.memory.get(part.file) or self.found.mapped(part.file, [])
+        kind, count = kinds[stored.dtype], math.prod(shape)
+        whole = torch.frombuffer(memory, dtype=kind, offset=part.begin, count=count).view(shape)
         return whole[rows].to(dtype, copy=True) if len(shape) == 1 else whole[rows, columns].to(dtype, copy=True)
 
 

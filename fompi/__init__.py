@@ -78,6 +78,7 @@ from fompi.ops.operations import *  # noqa: F403
 from fompi.ops.pending import Pending
 from fompi.ops.replicated import sum_replicated
 from fompi.planner.explain import Explanation
+from fompi.plans.boxes import Box, Boxes
 from fompi.plans.plan import Plan
 from fompi.plans.staged import staged
 from fompi.plans.tree import Canonical
@@ -91,7 +92,10 @@ from fompi.traces.trace import Trace
 from fompi.tuning.adaptive import Adaptive, bind
 
 if TYPE_CHECKING:
+    from fompi.parallel.checkpoints import load, save
     from fompi.parallel.interleave import interleave
+    from fompi.parallel.reshard import reshard
+    from fompi.parallel.stored import open_checkpoint
     from fompi.planner.balance import balance
     from fompi.planner.layout import layouts
     from fompi.planner.outer import outer_period
@@ -106,9 +110,11 @@ __all__ = [
     "layouts", "balance", "outer_period", "verify", "simulate", "schedule", "staged",
     # running: communicators, bound operations, measurements
     "Communicator", "Mesh", "Pending", "BoundCall", "Stop", "Device", "DeviceArray", "bind", "Executor",
-    "Adaptive", "calibrate", "mark_step", "gather_traces", "timeline", "interleave",
+    "Adaptive", "calibrate", "mark_step", "gather_traces", "timeline", "interleave", "reshard", "save",
+    "load", "open_checkpoint",
     # values
-    "Spec", "Shard", "Replicate", "Partial", "Canonical", "Plan", "Machine", "Explanation", "Trace", "Proof",
+    "Spec", "Shard", "Replicate", "Partial", "Box", "Boxes", "Canonical", "Plan", "Machine", "Explanation", "Trace",
+    "Proof",
     # errors and warnings
     "FompiError", "ShapeError", "LayoutError", "DtypeError", "TensorError", "ArgumentError", "DeviceError",
     "RaceError", "PlanError", "MismatchError", "PeerError", "WaitTimeout", "StateError", "LaunchError",
@@ -146,6 +152,7 @@ DOORS.modes_of_torch = _late("fompi.torch.private", "modes")
 DOORS.modes_of_jax = _late("fompi.jax.private", "modes")
 DOORS.attention_of_torch = _late("fompi.torch.attention", "attention_of_torch")
 DOORS.strategy_of_jax = _late("fompi.jax.strategies", "differentiable")
+DOORS.parts_of_torch = _late("fompi.torch.checkpoint", "parts_of")
 DOORS.products = _late("fompi.torch.products", "bound")
 DOORS.comm = lambda: import_module("fompi.ops.intracomm").Comm
 DOORS.report = _late("fompi.runtime.report", "of_environment")
@@ -167,6 +174,10 @@ _LATE = {
     "gather_traces": "fompi.runtime.alignment",
     "calibrate": "fompi.tuning.calibrate",
     "mark_step": "fompi.runtime.report",
+    "reshard": "fompi.parallel.reshard",
+    "save": "fompi.parallel.checkpoints",
+    "load": "fompi.parallel.checkpoints",
+    "open_checkpoint": "fompi.parallel.stored",
     "interleave": "fompi.parallel.interleave",
 }
 """The modules of names that few programs use."""

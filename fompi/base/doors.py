@@ -56,6 +56,9 @@ class Doors:
     strategy_of_jax: Callable[..., Any] = closed
     """(strategy, its tensors by name) -> the result on tracers of JAX. `parallel` -> `jax`."""
 
+    parts_of_torch: Callable[[Any], Mapping[str, Any]] = closed
+    """(module) -> what this rank has of its state, for a checkpoint. `parallel` -> `torch`."""
+
     report: Callable[[], Any] = closed
     """() -> what notes finished calls, or None (FOMPI_REPORT). `engine` -> `runtime`."""
 

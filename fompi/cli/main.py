@@ -65,6 +65,8 @@ COMMANDS = {
     ),
     "replay": Command("fompi.cli.replay", "a run that FOMPI_RECORD=FOLDER recorded, walked again: on other links, too"),
     "advise": Command("fompi.cli.replay", "what would help a recorded run, and by how much"),
+    "checkpoint": Command("fompi.cli.checkpoint", "what is in a checkpoint, and is every byte as it was written?"),
+    "reshard": Command("fompi.cli.reshard", "write a checkpoint anew: other files, or those of the Hugging Face hub"),
     "calibrate": Command("fompi.cli.calibrate", "measure the machine, for mpirun: writes JSON", on_ranks=True),
     "try": Command("fompi.bench.trial", "what overlap gains here for a shape of your own", on_ranks=True),
     "up": Command("fompi.cli.up", "look at machines over ssh, choose their network, start a job", runs_program=True),

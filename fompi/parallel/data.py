@@ -60,7 +60,7 @@ from fompi.parallel.buckets import (
 from fompi.parallel.gathers import Bucket, Gathers, Waits
 from fompi.parallel.leaves import exact_sums
 from fompi.parallel.optimizers import SGD, AdamW, Optimizer
-from fompi.parallel.saved import load_state, whole_state
+from fompi.parallel.saved import load_state, parts_of, whole_state
 from fompi.parallel.section import Section
 from fompi.parallel.shares import DataShares
 from fompi.parallel.sums import Gradients, Sums, summing
@@ -544,6 +544,12 @@ class DataParallel:
         made.load_state_dict(state)
         self.close()
         vars(self).update(vars(made))
+
+    def checkpoint_parts(self, layouts: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """What this rank has, for `fompi.save` and `fompi.load`. `layouts`: of parameters that are parts themselves."""
+        self._check_open()
+        self._end_cycle_together("checkpoint")
+        return parts_of(self, layouts or {})
 
     # --------------------------------------------------------------------------------------------------- errors
     def _bucket_of(self, name: str) -> Bucket:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,12 +15,14 @@ from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.ops.operations import all_gather, all_reduce
 from fompi.parallel import section
-from fompi.parallel.arrays import borrow_any, call, check_place, lent, same_bits
+from fompi.parallel.arrays import borrow_any, call, check_place, lent, same_bits, tensor_of
 from fompi.parallel.axes import Axes
 from fompi.parallel.buckets import MOST_NAMED, detached
+from fompi.parallel.checkpoints import Entry, Held, Placed, within
 from fompi.parallel.gathers import Bucket
 from fompi.parallel.optimizers import MASTER
 from fompi.parallel.sums import Gradients
+from fompi.plans.boxes import whole
 
 Array = np.ndarray[Any, Any]
 Saved = dict[str, dict[str, Any]]
@@ -74,6 +76,36 @@ def whole_state(dp: Parts, parameters: bool, rank0_only: bool) -> Saved:
     if dp.feedback:
         whole["feedback"] = {name: array for of in dp.gradients for name, array in _all_lost(dp, of).items()}
     return whole if keeps else {}
+
+
+def parts_of(dp: Parts, layouts: Mapping[str, tuple[Sequence[int], Placed]]) -> Saved:
+    """What this rank has, for `fompi.save` and `fompi.load`: {"parameters": ..., "optimizer": ...}, in place.
+
+    `layouts`: the global shape of a parameter that is a part itself, and where its boxes are.
+    """
+    if dp.feedback or any(bucket.arrived is not None for bucket in dp.buckets):
+        raise LayoutError("fompi.save takes no feedback and no wire of gathers: save what state_dict() returns")
+    found: Saved = {"parameters": {}, "optimizer": {}}
+    for bucket in dp.buckets:
+        bucket.take_what_was_written()
+        for name in bucket.names:
+            own, elements, shape = bucket.own(name), bucket.elements(name), bucket.shapes[name]
+            full, placed = layouts.get(name, (shape, [(whole(shape), whole(shape))]))
+
+            def held(array: Array, dtype: str, run: slice = elements) -> Held:
+                boxes, views = within(array, shape, run, placed)  # noqa: B023
+                return Held(tensor_of(array, dtype), full, boxes, views)  # noqa: B023
+
+            if bucket.full is None:
+                found["parameters"][name] = held(bucket.shard[own], bucket.dtype)
+            else:
+                a, b = bucket.spans[name]
+                found["parameters"][name] = held(bucket.full[a:b], bucket.dtype, slice(0, b - a))
+            found["optimizer"][name] = {
+                key: held(value, value.dtype.name) if _is_spread(bucket, name, key) else Entry(bucket.states[name], key)
+                for key, value in _kept(bucket, name).items()
+            }
+    return found
 
 
 def load_state(dp: Parts, state: Mapping[str, Any]) -> None:

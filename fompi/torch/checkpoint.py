@@ -15,9 +15,10 @@ from fompi.base.errors import LayoutError, ShapeError, TensorError
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_reduce
 from fompi.parallel import section
-from fompi.parallel.arrays import leaves_of, same_bits
+from fompi.parallel.arrays import borrow_any, leaves_of, same_bits
 from fompi.parallel.axes import agree_everywhere
 from fompi.parallel.buckets import clip_factor
+from fompi.parallel.checkpoints import Held, within
 from fompi.parallel.leaves import exact_sums
 from fompi.parallel.section import in_section
 from fompi.torch.sharded import PartLayout, Sharded
@@ -81,6 +82,23 @@ def load_full_state_dict(
         for name, value in state.items()
     }
     return module.load_state_dict(parts, strict=strict, assign=assign)
+
+
+def parts_of(module: Any) -> dict[str, Any]:
+    """What this rank has of module.state_dict(): parameters, and of what is no parameter that of the first rank."""
+    if not isinstance(module, torch.nn.Module):
+        raise TensorError(f"{type(module).__name__} is no module: a state takes its state_dict()")
+    layouts, own = layouts_of(module), {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    _check_all_known(module, layouts)
+    found: dict[str, Any] = {}
+    for name, value in module.state_dict().items():
+        if name in layouts:
+            (comm, layout), array = layouts[name], borrow_any(value.detach(), name).array
+            pieces = within(array, array.shape, slice(0, array.size), layout.placed(comm.rank))
+            found[name] = Held(value, layout.shape, *pieces)
+        else:
+            found[name] = Held(value, of_first=name not in own) if isinstance(value, torch.Tensor) else value
+    return found
 
 
 @in_section("rebalance")

@@ -14,12 +14,13 @@ from torch.nn import init
 from fompi.base.call_options import OF_COMMUNICATOR, in_words
 from fompi.base.differences import detail
 from fompi.base.errors import DtypeError, LayoutError, TensorError
-from fompi.base.layout import integer, offsets
+from fompi.base.layout import Replicate, integer, offsets
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import digest
-from fompi.ops.operations import all_gather
 from fompi.parallel.arrays import FLOATS, carrying, enter, in_leaves
+from fompi.parallel.reshard import reshard
 from fompi.parallel.shares import dealt
+from fompi.plans.boxes import Box, Boxes
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,22 @@ class PartLayout:
         """The full parameter, from the part of this rank. Collective."""
         if self.dim is None:
             return part.clone()
-        gathered = all_gather(part.movedim(self.dim, 0).contiguous(), comm=comm)
-        full = gathered.new_empty((self.shape[self.dim], *gathered.shape[1:]))
-        begin = 0
-        for run in (run for runs in self.runs for run in runs):
-            full[run.start : run.stop] = gathered[begin : (begin := begin + len(run))]
-        return full.movedim(0, self.dim).contiguous()
+        held = Boxes(self.shape, tuple(tuple(box for _, box in self.placed(rank)) for rank in range(comm.size)))
+        runs = [part.detach().narrow(self.dim, here.offset[self.dim], here.shape[self.dim])
+                for here, _ in self.placed(comm.rank)]  # fmt: skip
+        flat = runs[0] if len(runs) == 1 else torch.cat([part.new_zeros(0), *(each.reshape(-1) for each in runs)])
+        full: torch.Tensor = reshard(flat, held, Replicate(), comm=comm)
+        return full
+
+    def placed(self, rank: int) -> list[tuple[Box, Box]]:
+        """The boxes in the part of a rank, and which boxes of the full parameter they are."""
+        local, at, found = self.shape_on(rank), 0, []
+        for run in self.runs[rank] if self.dim is not None else [range(1)]:
+            shape = tuple(len(run) if i == self.dim else n for i, n in enumerate(local))
+            begins = (tuple(n if i == self.dim else 0 for i in range(len(local))) for n in (at, run.start))
+            found.append(tuple(Box(begin, shape) for begin in begins))
+            at += len(run)
+        return found  # type: ignore[return-value]
 
     def shape_on(self, rank: int) -> tuple[int, ...]:
         """The shape of the part of a rank."""

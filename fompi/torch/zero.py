@@ -18,7 +18,7 @@ from fompi.base.errors import LayoutError, StateError
 from fompi.engine.communicator import Communicator
 from fompi.parallel.data import DataParallel
 from fompi.tensors import dlpack
-from fompi.torch.checkpoint import layouts_of
+from fompi.torch.checkpoint import layouts_of, parts_of
 from fompi.torch.nn import replicated
 from fompi.torch.parameters import Parameters, Wrapper, copy_from_rank_0, enter
 
@@ -161,6 +161,14 @@ class ZeroDataParallel(Wrapper):
         for name in lost:
             parts[name] = {key: value for key, value in parts[name].items() if key != FEEDBACK}
         self.parallel.load_state_dict({"optimizer": parts} | ({FEEDBACK: lost} if lost else {}))
+
+    def checkpoint_parts(self) -> dict[str, Any]:
+        """What this rank has, for `fompi.save` and `fompi.load`."""
+        self.refuse_copy()
+        self.wait()
+        layouts = {n: (layout.shape, layout.placed(axis.rank)) for n, (axis, layout) in layouts_of(self.module).items()}
+        parts = self.parallel.checkpoint_parts(layouts)
+        return {"module": parts_of(self.module) | parts["parameters"], "optimizer": parts["optimizer"]}
 
     @torch.no_grad()
     def rebalance(self, shares: Any) -> None:

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from time import perf_counter
 
+import numpy as np
 import pytest
 import torch
 
@@ -118,8 +119,11 @@ def single(steps, dp):
     return torch.tensor(losses), torch.tensor(norms), whole.state_dict()
 
 
-def in_parallel(world, steps, shape, zero):
-    """The same on a mesh: the parameters are those of this stage."""
+def in_parallel(world, steps, shape, zero, first=0, folder=None):
+    """The same on a mesh: the parameters are those of this stage.
+
+    With a folder, a state of before step `first` is loaded from it, and that of the end is saved there if `first` is 0.
+    """
     with fompi.Mesh(world, **dict(zip(("dp", "pp", "tp"), shape, strict=True))) as mesh:
         dp, pp, tp = mesh.values()
         ends = [round((LAYERS + 2) * i / pp.size) for i in range(pp.size + 1)]
@@ -127,21 +131,28 @@ def in_parallel(world, steps, shape, zero):
 
         def loss(logits, targets):
             every = fompi.parallel.tensor.vocab_parallel_cross_entropy(logits, targets, comm=tp)
-            return every.mean() / MICROBATCHES / tp.size  # all ranks of tp compute it alike
+            return every.mean() / count / tp.size  # all ranks of tp compute it alike
 
-        rows = split(LENGTH, tp.size)[tp.rank]
-        how = {"activations": (rows, ROWS, WIDTH), "dtype": "float64", "microbatches": MICROBATCHES}
+        rows, count = split(LENGTH, tp.size)[tp.rank], MICROBATCHES if folder is None else 2 * MICROBATCHES // dp.size
+        how = {"activations": (rows, ROWS, WIDTH), "dtype": "float64", "microbatches": count}
         pipe = fompi.torch.Pipeline([stage], comm=pp, loss=loss, **how)
-        options = {"optimizer": AdamW(RATE), "zero": zero, "microbatches": MICROBATCHES, "bucket_nbytes": 1024}
+        options = {"optimizer": AdamW(RATE), "zero": zero, "microbatches": count, "bucket_nbytes": 1024}
         trained = fompi.torch.ZeroDataParallel(stage, dp, **options)
+        if first:
+            fompi.load(folder, {"model": trained}, comm=world)
         losses, norms = [], []
-        for step in range(steps):
-            tokens, targets = (a[dp.rank].unbind() for a in batch(step, dp.size))
+        for step in range(first, steps):
+            total = 2 if folder else dp.size
+            tokens, targets = (
+                a.flatten(0, 1).unflatten(0, (dp.size, -1))[dp.rank].unbind() for a in batch(step, total)
+            )
             found = pipe.step(tokens, targets)
-            assert pp.rank < pp.size - 1 or len(found) == MICROBATCHES
+            assert pp.rank < pp.size - 1 or len(found) == count
             losses.append(torch.stack(found).sum() * tp.size if found else torch.zeros(()))
             norms.append(trained.step(clip=CLIP, over=mesh["pp", "tp"]))
         every = fompi.all_reduce(torch.stack(losses) / dp.size / tp.size, comm=world)
+        if folder and not first:
+            fompi.save(folder, {"model": trained}, step=steps, comm=world)
         state = nn.full_state_dict(stage)
         trained.close()
         pipe.close()
@@ -163,6 +174,25 @@ def test_a_training_on_three_axes(world):
         assert norms.max() > CLIP  # it was clipped
         for name, value in state.items():
             close(value, expected[2][name])
+
+
+@pytest.mark.timeout(180)
+def test_a_training_is_resumed_on_other_meshes(world, tmp_path):
+    """Trained on (dp, pp, tp) = (2, 1, 2), it goes on elsewhere as if nothing had been."""
+    if world.size != 4:
+        pytest.skip("a mesh of 4 ranks")
+    text = np.frombuffer(str(tmp_path).encode().ljust(400), np.uint8)
+    folder = fompi.broadcast(text, comm=world).tobytes().decode().strip()
+    expected = single(2, 2)
+    in_parallel(world, 1, (2, 1, 2), zero=2, folder=folder)
+    alone = world.split(world.rank)
+    for comm, shape, zero in ((world, (1, 2, 2), 1), (world, (4, 1, 1), 0), (alone, (1, 1, 1), 2)):
+        losses, norms, state = in_parallel(comm, 2, shape, zero, 1, folder)
+        close(losses, expected[0][1:])
+        close(norms, expected[1][1:])
+        for name, value in state.items():
+            close(value, expected[2][name])
+    alone.close()
 
 
 def test_a_pipeline_refuses_what_is_no_module_from_tensor_to_tensor(world):

@@ -1,5 +1,8 @@
 """fompi.torch.nn: a model of all modules is the unsharded torch model: numbers, gradients, training, checkpoints."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from whole_model import (
@@ -79,6 +82,28 @@ def test_smaller_messages(world):
     for make in refused:
         with pytest.raises(fompi.DtypeError, match="wire="):
             make(world)
+
+
+def test_parts_in_files(world, tmp_path):
+    """fompi.save writes the parts, any ranks read them; of a file of torch.save each rank maps its parts."""
+    text = np.frombuffer(str(tmp_path).encode().ljust(400), np.uint8)
+    folder = Path(fompi.broadcast(text, comm=world).tobytes().decode().strip())
+    (whole, parts), (_, others) = made(world), made(world)
+    torch.manual_seed(1)
+    state = Whole().state_dict()
+    load_full_state_dict(parts, state)
+    fompi.save(folder / "parts", {"net": parts}, comm=world)
+    fompi.load(folder / "parts", {"net": others}, comm=world)
+    same_bits(full_state_dict(others), state)
+    alone = world.split(world.rank)
+    fompi.load(folder / "parts", {"net": whole}, comm=alone)
+    alone.close()
+    same_bits(whole.state_dict(), state)
+    if world.rank == 0:
+        torch.save({name: value + 1 for name, value in state.items()}, folder / "whole.pt")
+    world.barrier()
+    load_full_state_dict(others, torch.load(folder / "whole.pt", mmap=True))
+    same_bits(full_state_dict(others), {name: value + 1 for name, value in state.items()})
 
 
 def test_a_checkpoint_goes_to_any_number_of_ranks_and_back(world):
