@@ -1,10 +1,8 @@
-"""Half types on host memory: how they are stored, widened and rounded, and whether Numba compiles their kernels."""
+"""Half types on host memory: how they are stored, widened and rounded."""
 
 from __future__ import annotations
 
 from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -34,13 +32,3 @@ def narrow(a: Array, dtype: str) -> Array:
     bits = np.asarray(a, np.float32, order="C").view(np.uint32)
     rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
     return np.where((bits & 0x7FFFFFFF) > 0x7F800000, np.uint16(0x7FC0), rounded)  # a NaN must not round to infinity
-
-
-LARGE = 1 << 18
-"""Elements. Larger arrays use compiled code: for smaller ones it does not repay the second that Numba takes to load."""
-
-
-@cache
-def numba() -> Any:
-    """The module of compiled kernels, or None if Numba is not installed."""
-    return import_module("fompi.backends.numba") if find_spec("numba") else None

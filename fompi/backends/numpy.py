@@ -1,8 +1,8 @@
 """Kernels on host memory with NumPy and its BLAS library. Products are torch's where the program has loaded it.
 
 NumPy has no bfloat16, so its bits are stored in uint16. Both half types are widened to float32 for every kernel. The
-result is rounded once, to the nearest even. Sums of them run in C where there is a compiler. Else large bfloat16 arrays
-use Numba if it is installed: NumPy takes 7 ns per element, compiled code 0.2 ns.
+result is rounded once, to the nearest even. Sums of them run in C where there is a compiler: NumPy takes 7 ns per
+element, compiled code 0.2 ns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from fompi.backends import chains, in_c, wires
 from fompi.backends.base import Dtypes, Kernel
-from fompi.backends.half import LARGE, narrow, numba, storage, widen
+from fompi.backends.half import narrow, storage, widen
 from fompi.base.doors import DOORS
 from fompi.base.layout import HALF
 from fompi.plans.dependencies import divisor
@@ -68,11 +68,7 @@ class Numpy:
             if kernel == "matmul" and len(reads) == 2 and (reads[0].ndim == 2 or reads[0].flags.c_contiguous):
                 # `rows` returns views here, so every call reads the current data
                 return partial(np.matmul, rows(reads[0]), reads[1], rows(writes[0]))
-        compiled = None
-        if not plain:
-            compiled = in_c.bound(kernel, reads, writes, (read_dtypes, write_dtypes))
-            compiled = compiled or _compiled(kernel, reads, writes, (*read_dtypes, *write_dtypes))
-        if compiled is not None:
+        if not plain and (compiled := in_c.bound(kernel, reads, writes, (read_dtypes, write_dtypes))) is not None:
             return compiled
         if kernel in OF_WIRES:
             return wires.bound(kernel, [*reads, *writes], [*read_dtypes, *write_dtypes])
@@ -84,16 +80,6 @@ class Numpy:
         if plain:
             return partial(compute, find(kernel).rows(reads), find(kernel).wholes(reads), writes)
         return partial(_half, compute, kernel, reads, writes, read_dtypes, write_dtypes)
-
-
-def _compiled(kernel: str, reads: Arrays, writes: Arrays, dtypes: Dtypes) -> Kernel | None:
-    """The compiled kernel for a sum or copy of large bfloat16 arrays, else None. It compiles at its first call."""
-    arrays = (*reads, *writes)
-    if kernel not in ("add", "copy") or len(writes) > 1 or writes[0].size < LARGE or "float16" in dtypes:
-        return None
-    if not all(a.flags.c_contiguous for a in arrays) or numba() is None:
-        return None
-    return partial(getattr(numba(), kernel), *arrays)
 
 
 def _half(

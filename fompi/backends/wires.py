@@ -1,4 +1,4 @@
-"""The kernels of wires (`fompi.base.wires`) on host memory: in C where there is a compiler, else by Numba or NumPy.
+"""The kernels of wires (`fompi.base.wires`) on host memory: in C where there is a compiler, else by NumPy.
 
 All have the same bits. Elements of a half type are widened first, and rounded when they are written.
 """
@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from fompi.backends import in_c
-from fompi.backends.half import LARGE, numba
 from fompi.backends.numbers import empty, launch, narrow, place, widen
 from fompi.base.layout import HALF, offsets, split
 from fompi.base.wires import LARGEST, RUN, WIRES, WireFormat
-from fompi.plans.kernels import DECODE, DECODE_ADD, ENCODE, OF_WIRES
+from fompi.plans.kernels import DECODE, DECODE_ADD, ENCODE
 
 Array = np.ndarray[Any, Any]
 
@@ -29,20 +28,9 @@ def bound(name: str, arrays: Sequence[Array], dtypes: Sequence[str]) -> Callable
     elements = arrays[0] if name in ENCODE else arrays[-1]
     if all(a.flags.c_contiguous for a in arrays):
         compiled = in_c.of_wire(name, arrays, dtypes, elements.size)
-        compiled = compiled or _by_numba(WIRES[OF_WIRES[name]], name, arrays, dtypes)
         if compiled is not None:
             return compiled
     return partial(run, name, arrays, dtypes)
-
-
-def _by_numba(wire: WireFormat, name: str, arrays: Sequence[Array], dtypes: Sequence[str]) -> Callable[[], None] | None:
-    """The kernel by Numba, for large blocks of float32 on a wire with scales. It compiles at its first call."""
-    elements = arrays[0] if name in ENCODE else arrays[-1]
-    if not wire.top or elements.size < LARGE or {*dtypes} != {"float32", "uint8"} or numba() is None:
-        return None
-    if name in ENCODE:
-        return partial(numba().encode, wire, *arrays)
-    return partial(numba().decode, wire, arrays[0], arrays[-1], *arrays[1:-1])
 
 
 def run(name: str, arrays: Sequence[Array], dtypes: Sequence[str]) -> None:

@@ -9,9 +9,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-keeps_compiled_code = True
-"""Whether this process keeps compiled code on disk for later runs. The engine lets one rank of each host do so."""
-
 
 def file_of(folder: Path | None, conditions: dict[str, Any], prefix: str = "") -> Path | None:
     """The file of what was measured under these conditions. None: nothing is kept."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, cast
 
-from fompi.base import kept
 from fompi.base.at_exit import at_exit
 from fompi.base.call_options import NOTHING, carried
 from fompi.base.call_options import in_words as options_in_words
@@ -64,7 +63,6 @@ def _make_engine() -> Engine:
             raise LaunchError.everywhere(f"{lonely}. To run each process alone, set FOMPI_SINGLETONS=1")
     if world()[0] == 0:
         environment.warn_of_unknown()
-    kept.keeps_compiled_code = launcher.detect().local_rank in (None, 0)
     timeout = launcher.timeout()
     mode, cores = progress_mode(), launcher.cores_per_rank()
     pause = pause_between_polls(mode, cores)

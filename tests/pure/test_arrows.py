@@ -37,7 +37,7 @@ FOREIGN = {
     "jax": {"jax"},
     "matplotlib": set(),
     "rich": {"cli/output.py"},
-    "numba": {"backends/numba.py"},
+    "numba": set(),
     "cupy": {"backends/cuda"},
     "triton": {"backends/cuda/counters/triton.py"},
     "ml_dtypes": set(),
