@@ -4,7 +4,7 @@
     fompi members serve --port 7777                                 # in a terminal of its own, on any host
     python examples/islands.py fompi://localhost:7777 a             # one process for each island: kill -9 one of them
     python examples/islands.py fompi://localhost:7777 b
-    python tools/replay_islands.py a.epochs examples/islands.py:island       # later: the same bits, in one process
+    python -m fompi islands replay a.epochs examples/islands.py:island       # later: the same bits, in one process
 
 Each island has its own optimizer and reads other text. Half of the model travels every 16 steps, behind one of them.
 """

@@ -57,7 +57,7 @@ COMMANDS = {
     "plan": Command("fompi.cli.plan", "the grid of ranks of a plan"),
     "simulate": Command("fompi.cli.simulate", "the predicted trace of a plan"),
     "explain": Command("fompi.cli.explain", "which schedule is the best, and why"),
-    "digest": Command("fompi.cli.digest", "at which call do the bits of two numbers of ranks first differ?"),
+    "digest": Command("tools.digest", "at which call do the bits of two numbers of ranks first differ?"),
     "layout": Command("fompi.cli.layout", "the best sizes dp x tp x pp x ep x cp for a model on a machine, on paper"),
     "balance": Command("fompi.cli.balance", "shares of a model for ranks that are not equally fast, on paper, and why"),
     "trace": Command(
@@ -72,7 +72,7 @@ COMMANDS = {
     "up": Command("fompi.cli.up", "look at machines over ssh, choose their network, start a job", runs_program=True),
     "members": Command("fompi.cli.members", "serve the store by which groups that come and go find each other"),
     "slurm": Command("fompi.cli.slurm", "print a job script for Slurm"),
-    "bench": Command("fompi.cli.tools", "benchmarks, for mpirun (in a checkout)", on_ranks=True),
+    "bench": Command("tools.bench.command", "benchmarks, for mpirun (in a checkout)", on_ranks=True),
 }
 """The modules of the subcommands, by name. A module is imported only when its subcommand is used."""
 
@@ -129,7 +129,7 @@ def _parse(
     """The module of the subcommand, and its options. Arguments without a subcommand end the process here."""
     module = None
     if command is not None:
-        module = import_module(command.module)
+        module = tools.load(command.module)
         module.add_arguments(parsers[arguments[0]])
         parsers[arguments[0]].epilog = f"for example: {module.EXAMPLE.format(program(), command=arguments[0])}"
     words: list[str] = []
@@ -149,7 +149,7 @@ def _complete(parser: argparse.ArgumentParser, parsers: Mapping[str, argparse.Ar
     """Answer a shell that asks how a word of the command line may end (argcomplete). Does not return."""
     named = set(os.environ.get("COMP_LINE", "").split())
     for name in named & set(COMMANDS):
-        import_module(COMMANDS[name].module).add_arguments(parsers[name])
+        tools.load(COMMANDS[name].module).add_arguments(parsers[name])
     import_module("argcomplete").autocomplete(parser)
 
 

@@ -1,8 +1,7 @@
-"""Tools of a checkout as subcommands: `fompi bench`, `fompi check`, `fompi islands replay`. They are not installed."""
+"""Subcommands that are tools of a checkout, and not installed: `fompi bench`, `digest`, `check`, `islands replay`."""
 
 from __future__ import annotations
 
-import argparse
 import runpy
 import sys
 from collections.abc import Sequence
@@ -18,36 +17,30 @@ TOOLS = Path(fompi.__file__).resolve().parents[1] / "tools"
 SCRIPTS = {("check",): "check", ("islands", "replay"): "replay_islands.py"}
 """Subcommands that are programs of their own, by their words."""
 
-EXAMPLE = "{} bench overhead --quick"
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of `fompi bench`."""
-    _bench().add_arguments(parser)
-
-
-def run(options: argparse.Namespace) -> int:
-    status: int = _bench().run(options)
-    return status
+def load(name: str) -> Any:
+    """The module of a subcommand: "tools.digest" is tools/digest.py, any other name one of fompi."""
+    room, _, own = name.partition(".")
+    if room != "tools":
+        return import_module(name)
+    _path(own.replace(".", "/"))
+    if str(TOOLS) not in sys.path:
+        sys.path.append(str(TOOLS))
+    return import_module(own)
 
 
 def run_script(arguments: Sequence[str]) -> None:
     """If these are the words of a program, run it with the others, and end by SystemExit, as it does."""
     for words, name in SCRIPTS.items():
         if tuple(arguments[: len(words)]) == words:
-            script = _path(" ".join(words), name)
+            script = _path(name)
             sys.argv = [str(script), *arguments[len(words) :]]
             runpy.run_path(str(script), run_name="__main__")
 
 
-def _bench() -> Any:
-    _path("bench", "bench")
-    if str(TOOLS) not in sys.path:
-        sys.path.append(str(TOOLS))
-    return import_module("bench.command")
-
-
-def _path(what: str, name: str) -> Path:
-    if not (TOOLS / name).exists():
-        raise FompiError(f"{what} is a tool of a checkout of fompi (tools/{name}), and not installed")
-    return TOOLS / name
+def _path(name: str) -> Path:
+    """A file or a folder of the tools."""
+    path = TOOLS / name
+    if not path.exists() and not path.with_suffix(".py").exists():
+        raise FompiError(f"this is a tool of a checkout of fompi, tools/{name}, which is not installed")
+    return path

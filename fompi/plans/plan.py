@@ -466,11 +466,8 @@ def parts_in_words(plan: Plan) -> str:
     return f"{plan.parts} part{'s' * (plan.parts != 1)}{uneven}"
 
 
-MOST_RANKS, MOST_OPS = 8, 40
+MOST_RANKS, MOST_OPS = 4, 40
 """The text of a plan has at most this many columns and lines of ops."""
-
-FEW_ALIKE, SHOWN_ALIKE = 4, 3
-"""If more than FEW_ALIKE ranks do the same, the text shows SHOWN_ALIKE of them."""
 
 LAST_OPS = 8
 """Of a plan with more ops the text shows this many at the end, and the first ones."""
@@ -487,7 +484,7 @@ NOTATION = {
 def grid(plan: Plan, is_whole: bool = False) -> str:
     """The text of a plan: problem, schedule and peak scratch, the notation, then one column per rank.
 
-    Ranks that do the same and the middle of a long plan are left out, unless `is_whole`.
+    Later ranks and the middle of a long plan are left out, unless `is_whole`.
     """
     above, numbers, columns, below = _cells(plan, is_whole)
     height = max(len(p.ops) for p in plan.programs[: len(columns)])
@@ -503,9 +500,7 @@ def grid(plan: Plan, is_whole: bool = False) -> str:
 
 def _cells(plan: Plan, is_whole: bool) -> tuple[list[str], list[int], list[list[str]], list[str]]:
     """What `grid` shows: the lines above it, the numbers of the ops, a column for each rank, the lines below it."""
-    fits = is_whole or plan.size <= FEW_ALIKE
-    alike = not fits and are_alike(plan)
-    count = plan.size if is_whole else min(plan.size, SHOWN_ALIKE if alike else MOST_RANKS)
+    count = plan.size if is_whole else min(plan.size, MOST_RANKS)
     shown = [plan.programs[rank] for rank in range(count)]
     height = max(len(p.ops) for p in shown)
     numbers = [*range(height)]
@@ -516,46 +511,8 @@ def _cells(plan: Plan, is_whole: bool) -> tuple[list[str], list[int], list[list[
     notation = "; ".join(text for kind, text in NOTATION.items() if kind in kinds)
     below = []
     if left := plan.size - count:
-        how = ", which do the same with the ranks and blocks that follow theirs" if alike else ""
-        below.append(f"... and {left} more rank{'s' * (left > 1)}{how}")
+        below.append(f"... and {left} more rank{'s' * (left > 1)}")
     return [*filter(None, [_head(plan, shown), notation])], numbers, columns, below
-
-
-def are_alike(plan: Plan) -> bool:
-    """True if every rank does what rank 0 does, with peers and owners of blocks moved on by its number.
-
-    Of more than 64 ranks some are compared.
-    """
-    size = plan.size
-    ranks = range(1, size) if size <= 64 else (1, 2, size // 2, size - 1)
-    first = _relative(plan.programs[0])
-    return all(_relative(plan.programs[rank]) == first for rank in ranks)
-
-
-def _relative(program: Program) -> list[object]:
-    """The ops of a program, with peers and owners relative to its rank."""
-    rank, size, parts = program.rank, program.size, program.parts
-
-    def relative(chunk: Chunk) -> object:
-        axis = program.buffer(chunk.buffer).axis
-        if axis in ("copies", "experts", "whole"):
-            return chunk
-        places = (
-            divmod(b, size)[::-1] if axis == "slices" else divmod(b, parts) for b in range(chunk.start, chunk.stop)
-        )
-        return chunk.buffer, sorted(((owner - rank) % size, part) for owner, part in places)
-
-    steps: list[object] = []
-    for op in program.ops:
-        peer = op.dest if isinstance(op, Send) else op.source if isinstance(op, Recv) else None
-        what: object = getattr(op, "name", None) if peer is None else (peer - rank) % size
-        if isinstance(op, Compute):
-            what = op.kernel, op.args
-        chunks = [[*map(relative, op.reads)], [*map(relative, op.writes)]]
-        if isinstance(op, Collective):  # its chunks are listed by rank
-            chunks = [sorted(listed, key=str) for listed in chunks]
-        steps.append((type(op), what, chunks))
-    return steps
 
 
 _FURTHER_TERM = re.compile(r"(x|partial)[1-9]\d*")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import catalogue
+import digest as cli
 import numpy as np
 import pytest
 
-from fompi.cli import digest as cli
 from fompi.runtime.digest import CHUNK, digest_of, joined, shape_of
 
 

@@ -18,6 +18,8 @@ from fompi.cli.plan import product_of, run_file
 from fompi.engine.handshake import agree
 from fompi.tuning.rounds import Row
 
+EXAMPLE = "{} bench overhead --quick"
+
 SUITES = ("fused", "overhead")
 """Each is a module of this folder. A suite has `rows(bench) -> list[Row]`, and `rows_on_device(bench)` if it can."""
 
