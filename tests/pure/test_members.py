@@ -59,7 +59,7 @@ class Walker:
         self.presence.say(AWAY)
 
     def propose(self):
-        self.presence.propose(self.listing, 1)
+        self.presence.propose(self.listing, 1, True)
 
     def enter(self, state=IN):
         if (epoch := self.presence.due(View.of(self.listing, "g"))) is not None and self.presence._said.state == DOOR:
@@ -137,10 +137,11 @@ def test_what_changes_an_epoch():
         {"a": entered, "b": entering._replace(state=AWAY)},
         {"a": entered, "b": Spoken(other, 0, AWAY)},
         {"a": entered, "b": entering, "c": door},
-        {"a": entered, "b": entering, "c": door._replace(state=IN)},
+        {"a": entered, "b": entering, "c": door._replace(state=IN, known=5)},  # of an epoch of its own
     ):
         assert View(epoch, alive).differs_from(epoch), alive
-    assert not View(epoch, {"a": entered, "b": entering, "c": door._replace(state=AWAY)}).differs_from(epoch)
+    for c in (door._replace(state=AWAY), door._replace(state=IN, known=2)):  # a slow one comes to the door by itself
+        assert not View(epoch, {"a": entered, "b": entering, "c": c}).differs_from(epoch)
 
 
 def test_what_strangers_put_into_the_store():
