@@ -1,6 +1,6 @@
 """A run of islands again, in one process, from the log of its epochs: the same bits, or the first difference.
 
-python tools/replay_islands.py a.log b.log examples/islands.py:island
+    python -m fompi islands replay a.log b.log examples/islands.py:island     # in a checkout
 """
 
 from __future__ import annotations
@@ -261,7 +261,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="a run of islands again, in this process: the same bits")
     parser.add_argument("logs", nargs="+", metavar="LOG", help="what fompi.islands.join(log=...) has written")
     parser.add_argument("program", metavar="FILE.py:FUNCTION", help="it makes one island, from its name")
-    options = parser.parse_args()
+    words = sys.argv[1:]
+    options = parser.parse_args(words[words[:1] == ["replay"] :])
     path, _, name = options.program.rpartition(":")
     try:
         done = replay(options.logs, runpy.run_path(path, run_name="replayed")[name])

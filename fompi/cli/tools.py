@@ -14,8 +14,8 @@ from fompi.base.errors import FompiError
 
 TOOLS = Path(fompi.__file__).resolve().parents[1] / "tools"
 
-SCRIPTS = {("check",): "check", ("islands", "replay"): "replay_islands.py"}
-"""Subcommands that are programs of their own, by their words."""
+SCRIPTS = {"check": "check", "islands": "replay_islands.py"}
+"""Subcommands that are programs of their own."""
 
 
 def load(name: str) -> Any:
@@ -30,12 +30,11 @@ def load(name: str) -> Any:
 
 
 def run_script(arguments: Sequence[str]) -> None:
-    """If these are the words of a program, run it with the others, and end by SystemExit, as it does."""
-    for words, name in SCRIPTS.items():
-        if tuple(arguments[: len(words)]) == words:
-            script = _path(name)
-            sys.argv = [str(script), *arguments[len(words) :]]
-            runpy.run_path(str(script), run_name="__main__")
+    """If the first word is that of a program, run it with the others, and end by SystemExit, as it does."""
+    if arguments and arguments[0] in SCRIPTS:
+        script = _path(SCRIPTS[arguments[0]])
+        sys.argv = [str(script), *arguments[1:]]
+        runpy.run_path(str(script), run_name="__main__")
 
 
 def _path(name: str) -> Path:
