@@ -73,8 +73,8 @@ Medians, on two cores, MPICH 5.0.2, Python 3.11.7, NumPy 2.4.6.
 - A training step of a tensor-parallel MLP, four hosts, 500 Mbit/s, 2026-11-25: 334 ms without overlap, 254 ms with.
   `make lab`
 - A GPT of 17 million parameters, two hosts, 1 Gbit/s, MPICH, 2026-11-30, two rounds, tokens a second and host: alone
-  742, outer steps (H = 30, delay 1) 678 (0.91, asked 0.97), DDP over gloo 309, over fompi 306, with int8 495. Four hosts as
-  2 x 2, 40 Mbit/s and 80 ms between, int8, delay 10: 0.6 % of a step exposed (asked 1 %).
+  742, outer steps (H = 30, delay 1) 678 (0.91, asked 0.97), DDP over gloo 309, over fompi 306, with int8 495. Four
+  hosts as 2 x 2, 40 Mbit/s and 80 ms between, int8, delay 10: 0.6 % of a step exposed (asked 1 %).
   `python -m fompi.lab run --hosts 2 --rate 1gbit -- python -m fompi bench islands --rounds 2`;
   `... run --hosts 4 --groups 2x2 --between 40mbit,80ms -- python -m fompi bench islands --row 2x2 --rounds 1`
 - Hosts of 0.4, 0.2, 0.2 and 0.1 cores, 1 Gbit/s, MPICH, 2026-11-30, three rounds, equal / balanced shares (asked 1.3):

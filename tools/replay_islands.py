@@ -1,6 +1,6 @@
 """A run of islands again, in one process, from the log of its epochs: the same bits, or the first difference.
 
-    python -m fompi islands replay a.log b.log examples/islands.py:island     # in a checkout
+python -m fompi islands replay a.log b.log examples/islands.py:island     # in a checkout
 """
 
 from __future__ import annotations
