@@ -12,7 +12,10 @@ from typing import Any
 import fompi
 from fompi.base.errors import FompiError
 
-TOOLS = Path(fompi.__file__).resolve().parents[1] / "tools"
+HOMES = Path(fompi.__file__).resolve().parents[1], Path.cwd()
+"""Where a checkout may be: around the package, or here, where an installed fompi is called."""
+
+TOOLS = next((home / "tools" for home in HOMES if (home / "tools" / "bench").is_dir()), HOMES[0] / "tools")
 
 SCRIPTS = {"check": "check", "islands": "replay_islands.py"}
 """Subcommands that are programs of their own."""
@@ -41,5 +44,5 @@ def _path(name: str) -> Path:
     """A file or a folder of the tools."""
     path = TOOLS / name
     if not path.exists() and not path.with_suffix(".py").exists():
-        raise FompiError(f"this is a tool of a checkout of fompi, tools/{name}, which is not installed")
+        raise FompiError(f"tools/{name} of a checkout of fompi does this, and is not installed: call it in a checkout")
     return path

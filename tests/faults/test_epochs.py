@@ -105,8 +105,6 @@ def start(tmp_path, program, *words, seconds=60):
 
 def check(done):
     """Both survivors were told at once, and went on."""
-    if "stubs.c" in done.stderr:
-        pytest.xfail("UCX 1.20 itself ends a process, very rarely: its peer dies at the moment in which it connects")
     assert done.returncode == 0 and not done.timed_out and not done.left_behind, done.output
     assert all(f"rank {rank} went on" in done.stdout for rank in (0, 2)), done.output
     waits = [float(seconds) for seconds in re.findall("told after ([0-9.]+) s", done.stdout)]
@@ -116,7 +114,10 @@ def check(done):
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_the_others_go_on_without_a_dead_member(tmp_path, moment):
-    assert max(check(start(tmp_path, DIES, moment, 1))) < 10  # not the deadline
+    done = start(tmp_path, DIES, moment, 1)
+    if moment == "joining" and "stubs.c" in done.stderr:
+        pytest.xfail("UCX 1.20 itself ends a process, very rarely: its peer dies at the moment in which it connects")
+    assert max(check(done)) < 10  # not the deadline
 
 
 @pytest.mark.soak
