@@ -1,9 +1,12 @@
 """A cluster of hosts on one machine: python tools/netlab.py run --hosts 4 --rate 1gbit -- python program.py
 
-It is `python -m fompi.lab`, in any Python (`fompi/lab/command.py` says what it does).
+It is `python -m fompi.lab`, without fompi, NumPy and MPI, in any Python: then the process has one thread, as the kernel
+demands of a user who is not root. `tools/cluster/command.py` says what it does.
 """
 
-import runpy
-from pathlib import Path
+import sys
 
-runpy.run_path(str(Path(__file__).resolve().parents[1] / "fompi" / "lab" / "__main__.py"), run_name="__main__")
+from cluster.command import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -20,7 +20,7 @@ from fompi.base.wires import wire_of
 from fompi.bench import fused
 from fompi.bench.fused import KERNEL, UNFUSED, cases_of
 from fompi.bench.measure import DEFAULT, Bench, BenchHosts
-from fompi.cli import plan
+from fompi.cli import plan, tools
 from fompi.cli.output import Progress, UsageError, is_first_rank, show, show_json, unwritable
 from fompi.engine.handshake import agree
 from fompi.mpi import launcher, transport
@@ -117,7 +117,7 @@ def on_own_hosts(hosts: int, rate: str, ranks: int) -> int:
     """Run this command on ranks on this many hosts of `fompi.lab`, one core each. Returns the exit status."""
     if launcher.detect().launcher != "none":
         raise UsageError("--hosts makes hosts on this machine and starts the ranks itself: leave out the launcher")
-    lab = [sys.executable, str(Path(fompi.__file__).with_name("lab") / "__main__.py"), "run", "--trust-slow"]
+    lab = [sys.executable, str(tools.path("netlab.py")), "run", "--trust-slow"]
     shaped = ["--hosts", str(hosts), "--rate", rate, "--ranks", str(ranks)]
     command = [*lab, *shaped, "--", sys.executable, *sys.orig_argv[1:]]
     return subprocess.run(command, env={**ENVIRONMENT, **os.environ}).returncode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,19 @@ from typing import Any
 import fompi
 from fompi.cli import plan
 from fompi.cli.output import UsageError, check_picture, show_json, show_parts
-from fompi.lab.values import Refused, link_of
 from fompi.model.pipeline import SCHEDULES
 from fompi.planner.layers import MODELS, Transformer
 from fompi.planner.layout import BATCH_TOKENS, FREE, TOP, Layouts
 from fompi.planner.step import AXES, RECOMPUTE, Predicted
 
 EXAMPLE = "{} layout --model llama-8b --ranks 64 --machine h100-ndr"
+
+BETWEEN = re.compile(r"([0-9.]*[0-9])([kmg])bit(?:,([0-9.]*[0-9])ms)?")
+
+BITS = {"k": 1e3, "m": 1e6, "g": 1e9}
+
+GOODPUT = 1448 / 1514
+"""The share of TCP payload in a full Ethernet frame: the rate of a link counts whole frames."""
 
 SIZES = {
     "layers": "layers",
@@ -101,13 +108,10 @@ def _outer(options: argparse.Namespace, fixed: dict[str, Any]) -> int:
 
 def _between(text: str) -> tuple[float, float]:
     """The bytes per second that a TCP stream carries, and the seconds of a round trip."""
-    try:
-        rate, distance = link_of(text)
-    except Refused as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if rate is None or "%" in text:
-        raise argparse.ArgumentTypeError(f"'{text}': write it as 50mbit,80ms, with the rate that streams reach")
-    return rate.goodput, (distance and distance.latency) or 0.0
+    found = BETWEEN.fullmatch(text.strip().lower())
+    if not found:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a rate: write it as 50mbit,80ms")
+    return float(found[1]) * BITS[found[2]] / 8 * GOODPUT, float(found[3] or 0.0) / 1e3
 
 
 def _option(name: str) -> str:

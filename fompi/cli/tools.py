@@ -1,4 +1,4 @@
-"""Subcommands that are tools of a checkout, and not installed: `fompi bench`, `digest`, `check`, `islands replay`."""
+"""Subcommands that are tools of a checkout, and not installed: `fompi bench`, `digest`, `check`, `lab`, `islands`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOMES = Path(fompi.__file__).resolve().parents[1], Path.cwd()
 
 TOOLS = next((home / "tools" for home in HOMES if (home / "tools" / "bench").is_dir()), HOMES[0] / "tools")
 
-SCRIPTS = {"check": "check", "islands": "replay_islands.py"}
+SCRIPTS = {"check": "check", "islands": "replay_islands.py", "lab": "netlab.py"}
 """Subcommands that are programs of their own."""
 
 
@@ -26,7 +26,7 @@ def load(name: str) -> Any:
     room, _, own = name.partition(".")
     if room != "tools":
         return import_module(name)
-    _path(own.replace(".", "/"))
+    path(own.replace(".", "/"))
     if str(TOOLS) not in sys.path:
         sys.path.append(str(TOOLS))
     return import_module(own)
@@ -35,14 +35,15 @@ def load(name: str) -> Any:
 def run_script(arguments: Sequence[str]) -> None:
     """If the first word is that of a program, run it with the others, and end by SystemExit, as it does."""
     if arguments and arguments[0] in SCRIPTS:
-        script = _path(SCRIPTS[arguments[0]])
+        script = path(SCRIPTS[arguments[0]])
+        sys.path.insert(0, str(script.parent))
         sys.argv = [str(script), *arguments[1:]]
         runpy.run_path(str(script), run_name="__main__")
 
 
-def _path(name: str) -> Path:
+def path(name: str) -> Path:
     """A file or a folder of the tools."""
-    path = TOOLS / name
-    if not path.exists() and not path.with_suffix(".py").exists():
+    found = TOOLS / name
+    if not found.exists() and not found.with_suffix(".py").exists():
         raise FompiError(f"tools/{name} of a checkout of fompi does this, and is not installed: call it in a checkout")
-    return path
+    return found

@@ -17,7 +17,7 @@ NETLAB = ROOT / "tools" / "netlab.py"
 # What the cluster needs of the kernel.
 KERNEL = """
 import sys
-from fompi.lab.namespaces import enclose, exit_status, tool
+from cluster.namespaces import enclose, exit_status, tool
 
 def make():
     tool("ip", "link", "add", "bridge0", "type", "bridge")
@@ -34,7 +34,7 @@ def kernel():
     """The kernel makes namespaces, bridges and shaped links."""
     done = subprocess.run(
         [sys.executable, "-c", KERNEL],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tools")},
         capture_output=True,
         text=True,
         timeout=30,

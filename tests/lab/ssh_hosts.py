@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from fompi.lab.namespaces import (
+from cluster.namespaces import (
     MS_BIND,
     MS_PRIVATE,
     MS_REC,

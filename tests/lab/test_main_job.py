@@ -12,8 +12,7 @@ from pathlib import Path
 
 import job
 import pytest
-
-from fompi.lab.values import Rate
+from cluster.values import Rate
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 HOSTS, RATE, WIDTH, BATCH = 2, "200mbit", 512, 512

@@ -16,15 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-
-from fompi.lab import command as tool
-from fompi.lab import namespaces, relay
-from fompi.lab.cores import V1, V2
-from fompi.lab.hosts import LAB
-from fompi.lab.launcher import Mpi
-from fompi.lab.links import LinkSeconds, fault, table, trip_fault
-from fompi.lab.relay import carry
-from fompi.lab.values import Change, Cores, Distance, Lab, Rate, Refused, link_of
+from cluster import command as tool
+from cluster import namespaces, relay
+from cluster.cores import V1, V2
+from cluster.hosts import LAB
+from cluster.launcher import Mpi
+from cluster.links import LinkSeconds, fault, table, trip_fault
+from cluster.relay import carry
+from cluster.values import Change, Cores, Distance, Lab, Rate, Refused, link_of
 
 MEASURE = """
 import os, socket, sys, time

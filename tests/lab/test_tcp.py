@@ -6,8 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-
-from fompi.lab import tcp
+from cluster import tcp
 
 pytestmark = pytest.mark.one_mpi
 

@@ -48,6 +48,7 @@ def up(kernel, tmp_path):
             "XDG_CACHE_HOME": str(tmp_path / "cache"),
         }
         environment |= {"OMP_NUM_THREADS": "1", **(variables or {})}
+        environment["PYTHONPATH"] = str(HOSTS.parents[2] / "tools")
         ssh = ("--ssh", f"ssh -F {folder}/config")
         line = [sys.executable, HOSTS, folder, fault, *before, sys.executable, "-m", "fompi", command, *words, *ssh]
         return job.run([*map(str, [*line, *program])], 55, cwd=cwd, env=environment)

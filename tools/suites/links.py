@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 
+from cluster.tcp import TcpRing, address, listen
+
 from fompi.bench.measure import BenchHosts
-from fompi.lab.tcp import TcpRing, address, listen
 from fompi.tuning.rounds import texts
 
 

@@ -29,12 +29,12 @@ import sys
 import time
 from collections.abc import Sequence
 
-from fompi.lab.cores import HostCores
-from fompi.lab.hosts import LAB, Cluster
-from fompi.lab.launcher import Mpi
-from fompi.lab.links import Fault, measure, probe
-from fompi.lab.namespaces import Interrupted, enclose, end_job, exit_status, log, search_path
-from fompi.lab.values import CONGESTION, Change, Refused, lab_of, planned_change
+from cluster.cores import HostCores
+from cluster.hosts import LAB, Cluster
+from cluster.launcher import Mpi
+from cluster.links import Fault, measure, probe
+from cluster.namespaces import Interrupted, enclose, end_job, exit_status, log, search_path
+from cluster.values import CONGESTION, Change, Refused, lab_of, planned_change
 
 
 def work(

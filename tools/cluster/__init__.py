@@ -12,6 +12,6 @@
 | `tcp.py`        | plain TCP streams between the hosts: as fast as the links allow                |
 | `command.py`    | the command line                                                               |
 
-These files import the standard library only, so that the tool runs in any Python, in one thread (`__main__.py`).
+These files import the standard library only, so that the tool runs in any Python, in one thread (`tools/netlab.py`).
 `links.py` also imports mpi4py in the ranks that measure.
 """

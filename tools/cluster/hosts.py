@@ -9,10 +9,10 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from fompi.lab.cores import HostCores
-from fompi.lab.namespaces import MS_BIND, MS_PRIVATE, MS_REC, NEWNET, NEWNS, NEWUTS, exit_with, libc, mount, tool
-from fompi.lab.relay import Relay
-from fompi.lab.values import Change, Cores, Distance, Lab, Rate, Refused, allowed_congestion_controls
+from cluster.cores import HostCores
+from cluster.namespaces import MS_BIND, MS_PRIVATE, MS_REC, NEWNET, NEWNS, NEWUTS, exit_with, libc, mount, tool
+from cluster.relay import Relay
+from cluster.values import Change, Cores, Distance, Lab, Rate, Refused, allowed_congestion_controls
 
 LAB = Path("/dev/shm/netlab")
 """The folder of the cluster's files. It is in a private tmpfs, which disappears with the cluster."""

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fompi.lab.hosts import SUBNET, Cluster
-from fompi.lab.launcher import Mpi, python_of
-from fompi.lab.namespaces import NEWNET, end_job, exit_with, libc, log
-from fompi.lab.tcp import TcpRing, listen
-from fompi.lab.values import REFUSED, Change, Lab, Refused
+from cluster.hosts import SUBNET, Cluster
+from cluster.launcher import Mpi, python_of
+from cluster.namespaces import NEWNET, end_job, exit_with, libc, log
+from cluster.tcp import TcpRing, listen
+from cluster.values import REFUSED, Change, Lab, Refused
 
-SCRIPT = Path(__file__).resolve().with_name("__main__.py")
+SCRIPT = Path(__file__).resolve().parents[1] / "netlab.py"
 PORT = 5077  # of the TCP measurement; a new host has only free ports
 IDLE_SECONDS = 0.3  # silence before a message, so that the token buckets are full
 TOO_FAST, TOO_SLOW = 1.03, 0.93  # the allowed range of measured / requested rate

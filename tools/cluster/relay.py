@@ -22,8 +22,8 @@ from contextlib import suppress
 from time import monotonic, sleep
 from typing import NoReturn
 
-from fompi.lab.namespaces import ENDINGS, exit_with
-from fompi.lab.values import Distance, Refused
+from cluster.namespaces import ENDINGS, exit_with
+from cluster.values import Distance, Refused
 
 TUN = "/dev/net/tun"
 SET_INTERFACE, SET_OFFLOAD = 0x400454CA, 0x400454D0  # TUNSETIFF, TUNSETOFFLOAD

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fompi.lab.hosts import CONTROL, LAB, SUBNET
-from fompi.lab.values import Refused
+from cluster.hosts import CONTROL, LAB, SUBNET
+from cluster.values import Refused
 
 
 @dataclass(frozen=True)
