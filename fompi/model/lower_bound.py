@@ -120,6 +120,12 @@ def rows_worked(problem: Problem, sizes: Sizes, rank: int) -> int:
     return sum(sizes.pairs[rank]) if problem.multiplies_first else sum(row[rank] for row in sizes.pairs)
 
 
+def most_rows_worked(problem: Problem, sizes: Sizes) -> int:
+    """The number of rows that a rank multiplies at most."""
+    alike = not (problem.deals_product or sizes.pairs)
+    return max(rows_worked(problem, sizes, rank) for rank in range(1 if alike else problem.size))
+
+
 def row_nbytes(problem: Problem) -> tuple[float, float]:
     """Bytes of a row in a message: of a term of a sum, which is not rounded yet, and of any other row.
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fompi.base.layout import Sizes, Slices, slices_in_words
 from fompi.model.flow_shop import Groups, announced, pieces
-from fompi.model.lower_bound import call_seconds, library_nbytes, row_nbytes, rows_worked
+from fompi.model.lower_bound import call_seconds, library_nbytes, most_rows_worked, row_nbytes
 from fompi.model.machine import Machine
 from fompi.planner.shares import Phase, deal
 from fompi.plans.plan import MOST_MESSAGES, PAIRWISE
@@ -147,7 +147,7 @@ def announcing(problem: Problem, sizes: Sizes, machine: Machine, listed: Sequenc
     """
     if not machine.announced or problem.size == 1 or not (problem.multiplies_first and problem.weights):
         return
-    shard = max(rows_worked(problem, sizes, rank) for rank in range(problem.size)) / problem.size
+    shard = most_rows_worked(problem, sizes) / problem.size
     yield from (c._replace(announced=True) for c in listed if c not in UNFUSED and c.schedule not in WHOLE)
     if problem.size > 2 or problem.moves == "all_reduce" or shard < EXACT_UNITS:
         return
@@ -187,7 +187,7 @@ def exact_cuts(problem: Problem, sizes: Sizes, machine: Machine, most_ops: int =
     """
     if problem.size == 1 or not (problem.weights or problem.gradients):
         return
-    shard = max(rows_worked(problem, sizes, rank) for rank in range(problem.size)) / problem.size
+    shard = most_rows_worked(problem, sizes) / problem.size
     if shard < EXACT_UNITS:
         return
     found = dict.fromkeys(_exact_cuts(problem, machine, shard, shard / EXACT_UNITS, most_ops))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import prod
 
 from fompi.base.layout import Sizes, itemsize
-from fompi.model.lower_bound import call_seconds, library_nbytes, row_nbytes, rows_worked
+from fompi.model.lower_bound import call_seconds, library_nbytes, most_rows_worked, row_nbytes
 from fompi.model.machine import Level, LinkModel, Machine
 from fompi.planner.candidates import Candidate
 from fompi.plans.plan import PAIRWISE, group_size
@@ -23,7 +23,7 @@ def estimate(problem: Problem, sizes: Sizes, machine: Machine, candidate: Candid
     """
     size, schedule = problem.size, candidate.schedule
     each = machine.announcing if candidate.announced else machine  # for one of several products
-    rows = max(rows_worked(problem, sizes, rank) for rank in range(size))
+    rows = most_rows_worked(problem, sizes)
     shares = shares_of(schedule, candidate.slices)
     pieces = [rows / size * share / sum(shares) for share in shares]
     links = _Links(problem, machine)

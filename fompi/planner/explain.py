@@ -8,7 +8,7 @@ compares the best one with the lower bound and with the best one without overlap
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple
@@ -30,6 +30,7 @@ from fompi.planner.candidates import (
     other_windows,
 )
 from fompi.planner.estimate import estimate
+from fompi.plans.meaning import ROOTED
 from fompi.plans.plan import Plan
 from fompi.plans.problems import Problem, without_wire
 from fompi.plans.staged import staged
@@ -47,6 +48,9 @@ SIMULATED = 6
 
 MOST_EVENTS = 20_000
 """If no call waits for the answer, further candidates are simulated until their traces have this many events."""
+
+CALL_RANKS = 32
+"""While a call waits, a candidate is simulated on this many ranks at most."""
 
 ESTIMATE_FACTOR = 1.5
 """The estimate of a candidate that may be the best is within this factor of its simulated time.
@@ -287,7 +291,7 @@ def explain(
     done: list[Judged] = []
     for judged in sorted(selected, key=_seconds) if for_call else selected:
         if not (for_call and done and judged.seconds > ESTIMATE_FACTOR * min(map(_seconds, done))):
-            done.append(_simulated(problem, sizes, machine, at, judged))
+            done.append((_scaled if for_call else _simulated)(problem, sizes, machine, at, judged))
     for judged in estimated:
         if sum(len(other.trace.events) for other in done if other.trace is not None) >= events:
             break
@@ -348,6 +352,27 @@ def _best_first(simulated: Iterable[Judged], problem: Problem, machine: Machine)
         rings = [judged for judged in alike if judged.candidate.schedule in RINGS]
         best = min(rings, key=lambda judged: len(shares_of(*judged.candidate[:2])), default=best)
     return sorted(fastest_first, key=lambda judged: judged is not best)
+
+
+def _scaled(
+    problem: Problem, sizes: Sizes, machine: Machine, at: Callable[[int], Problem] | None, judged: Judged
+) -> Judged:
+    """A candidate simulated on the first CALL_RANKS ranks, with the time that the formula adds for the others.
+
+    It is simulated on all ranks if they are fewer, or differ, if groups of ranks are as large, or if the library moves
+    the rows.
+    """
+    rows, few = sizes.rows[:CALL_RANKS], CALL_RANKS
+    dealt = problem.columns or problem.experts or problem.order or problem.operation in ROOTED
+    differ = len({*sizes.rows}) > 1 or dealt
+    wide = any(few < 2 * level.ranks < 2 * problem.size for level in machine.levels)
+    by_library = judged.candidate.schedule in ("unfused", "sliced")
+    if by_library or problem.size <= few or problem.size % few or differ or wide or not rows:
+        return _simulated(problem, sizes, machine, at, judged)
+    part, its = replace(problem, size=few), Sizes(rows)
+    known = _simulated(part, its, machine, None, judged)
+    seconds = known.seconds * judged.estimate / estimate(part, its, machine, judged.candidate)
+    return judged._replace(estimate=seconds)
 
 
 def _simulated(

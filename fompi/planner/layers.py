@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fompi.base.layout import Spec
-from fompi.model.lower_bound import call_seconds, rows_worked
+from fompi.model.lower_bound import call_seconds, most_rows_worked
 from fompi.model.machine import Machine
 from fompi.planner.explain import explain
 from fompi.plans.meaning import MEANING
@@ -126,7 +126,7 @@ def predicted_call(operation: str, specs: tuple[Spec, ...], ranks: int, machine:
     if problem.operation == problem.moves:  # a plain collective: there is no kernel to hide it behind
         return best.seconds, best.seconds, str(best.candidate)
     collective = _moved(problem.moves, problem.multiplies_first, specs)
-    rows = max(rows_worked(problem, sizes, rank) for rank in range(ranks))
+    rows = most_rows_worked(problem, sizes)
     kernel = call_seconds(problem, machine, rows)
     unfused = min(explanation.unfused.seconds, kernel + predicted_call(problem.moves, (collective,), ranks, machine)[1])
     if best.seconds < unfused:

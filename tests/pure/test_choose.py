@@ -214,3 +214,17 @@ def test_the_choice_of_a_call_is_near_the_best(operation, ranks, name):
     best = min(trace.seconds for candidate, _, _, trace in judged if trace is not None and candidate.fits_call(ranks))
     chosen = registry.write(made, *choose_schedule(made, rows, machine=machine), sizes)
     assert representatives(chosen, machine).seconds <= 1.1 * best
+
+
+@pytest.mark.parametrize("operation", ["matmul_reduce_scatter", "all_gather", "all_reduce"])
+def test_a_call_of_many_ranks_is_judged_on_few(operation, monkeypatch):
+    """The choice for 128 ranks, simulated on the first 32, is within 4 % of the choice simulated on all."""
+    others = [Form((64, 256), "float32")] if "matmul" in operation else []
+    made = problem(operation, 128, Form((4096, 64), "float32"), others)
+    sizes, machine = Sizes((32,) * 128), Machine.load("gigabit")
+    quick = explain(made, sizes, machine, simulated=2, most_ops=600, for_call=True).winner
+    assert quick.trace is None, "its time is that of fewer ranks, scaled"
+    monkeypatch.setattr("fompi.planner.explain.CALL_RANKS", 128)
+    whole = explain(made, sizes, machine, simulated=2, most_ops=600, for_call=True)
+    same = next(judged for judged in whole.judged if judged.candidate == quick.candidate)
+    assert same.seconds <= 1.04 * whole.winner.seconds and quick.seconds == pytest.approx(same.seconds, rel=0.1)
