@@ -61,6 +61,9 @@ at most 1 MiB. EXCHANGE_WINDOW slices are in flight at a time: one arrives while
 streams meet at a port.
 """
 
+LEAST_SLICE = 64 << 10
+"""An all-to-all with a product is cut into up to STREAM_SLICES slices of at least this many bytes for each peer."""
+
 EVEN_RATIO = 1.5
 """An all-to-all is even if no rank sends more than this many times as much to one rank as to another.
 
@@ -189,7 +192,7 @@ def _small_all_reduce(size: int, nbytes: int, network: bool) -> str:
 def _exchange_slices(size: int, nbytes: int, computes: bool) -> int:
     """The slices of an all-to-all over a network. A rank has `nbytes` for each other rank."""
     if computes:
-        return STREAM_SLICES if nbytes >= STREAM_NBYTES else 1
+        return min(STREAM_SLICES, max(1, nbytes // LEAST_SLICE))
     if size == 2 or nbytes < EXCHANGE_NBYTES:
         return 1
     return min(max(EXCHANGE_SLICES, 1 << (nbytes // STREAM_NBYTES).bit_length()), MOST_EXCHANGE_SLICES)
