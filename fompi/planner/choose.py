@@ -47,10 +47,12 @@ LARGE_NBYTES = 8 << 20
 SIMULATED = 2
 """How many candidates are simulated while a call waits for the choice, besides those without overlap."""
 
-STREAM_NBYTES, STREAM_SLICES, SUM_SLICES = 1 << 20, 4, 8
+STREAM_NBYTES, LEAST_SLICE, STREAM_SLICES, SUM_SLICES = 1 << 20, 64 << 10, 4, 8
 """Over a network, shards of at least STREAM_NBYTES go round a ring in STREAM_SLICES slices.
 
-A product that is summed on all ranks sends each slice twice, so from twice as many bytes on it has SUM_SLICES.
+Beside a product a slice of LEAST_SLICE is enough: what it costs more than a long one is hidden.
+
+A product that is summed on all ranks sends each slice twice, so it has SUM_SLICES, if it has the bytes.
 """
 
 EXCHANGE_NBYTES, EXCHANGE_SLICES, MOST_EXCHANGE_SLICES, EXCHANGE_WINDOW = 512 << 10, 8, 64, 2
@@ -60,9 +62,6 @@ From EXCHANGE_NBYTES for each peer on, the rows for a peer are cut into EXCHANGE
 at most 1 MiB. EXCHANGE_WINDOW slices are in flight at a time: one arrives while the next one leaves, and few TCP
 streams meet at a port.
 """
-
-LEAST_SLICE = 64 << 10
-"""An all-to-all with a product is cut into up to STREAM_SLICES slices of at least this many bytes for each peer."""
 
 EVEN_RATIO = 1.5
 """An all-to-all is even if no rank sends more than this many times as much to one rank as to another.
@@ -167,10 +166,10 @@ def _by_rule(
         pair = shard if problem.columns else shard // problem.size
         slices = _exchange_slices(problem.size, pair, computes) if network else 1
         return PAIRWISE if even and slices > 1 and not computes else "direct", slices
-    if network and shard >= STREAM_NBYTES:
+    if network and shard >= (STREAM_SLICES * LEAST_SLICE if computes else STREAM_NBYTES):
         is_wide = sums and not computes and problem.dtype != problem.accumulator
         stream = "direct" if is_wide or (sums and problem.wire) else "ring"
-        is_long = computes and problem.moves == "all_reduce" and shard >= 2 * STREAM_NBYTES
+        is_long = computes and problem.moves == "all_reduce" and shard >= SUM_SLICES * LEAST_SLICE
         for slices in (SUM_SLICES if is_long else STREAM_SLICES, STREAM_SLICES, 1):
             if messages_per_peer(problem, stream, slices) <= MOST_MESSAGES:
                 return stream, slices

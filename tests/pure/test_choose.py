@@ -56,7 +56,7 @@ def test_small_sums_take_one_step_and_large_products_two_slices():
     assert choose_schedule(sums, 10**8, network=True) == choose_schedule(products, 10**8, network=True) == ("ring", 4)
     summed = problem_of("matmul_all_reduce", 4)
     rows = (1 << 20) // layout.nbytes((1, *summed.sent_row), summed.dtype)  # of a shard of 1 MiB
-    for shards, wanted in ((8, ("ring", 8)), (1, ("ring", 4)), (0.9, ("direct", 1))):
+    for shards, wanted in ((8, ("ring", 8)), (1, ("ring", 8)), (0.4, ("ring", 4)), (0.2, ("direct", 1))):
         assert choose_schedule(summed, int(4 * shards * rows) + 4, network=True) == wanted
     assert choose_schedule(products, 100, network=True) == ("direct", 1)
     combine = problem_of("matmul_all_to_all", 4)
