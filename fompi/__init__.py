@@ -94,8 +94,8 @@ from fompi.tuning.adaptive import Adaptive, bind
 if TYPE_CHECKING:
     from fompi.parallel.checkpoints import load, save
     from fompi.parallel.interleave import interleave
+    from fompi.parallel.opened import open_checkpoint
     from fompi.parallel.reshard import reshard
-    from fompi.parallel.stored import open_checkpoint
     from fompi.planner.balance import balance
     from fompi.planner.layout import layouts
     from fompi.planner.outer import outer_period
@@ -177,7 +177,7 @@ _LATE = {
     "reshard": "fompi.parallel.reshard",
     "save": "fompi.parallel.checkpoints",
     "load": "fompi.parallel.checkpoints",
-    "open_checkpoint": "fompi.parallel.stored",
+    "open_checkpoint": "fompi.parallel.opened",
     "interleave": "fompi.parallel.interleave",
 }
 """The modules of names that few programs use."""

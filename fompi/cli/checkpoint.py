@@ -1,4 +1,4 @@
-"""`fompi checkpoint`: what is in a directory that `fompi.save` has written, and whether every byte is as it was."""
+"""`fompi checkpoint`: what is in a directory that `fompi.load` reads, and whether every byte is as it was."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import argparse
 from fompi.base.errors import LayoutError
 from fompi.base.tables import Table
 from fompi.cli.output import show
-from fompi.parallel.stored import open_checkpoint
+from fompi.parallel.opened import open_checkpoint
 from fompi.plans.plan import format_nbytes
 
 EXAMPLE = "{} checkpoint run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIRECTORY", help="of fompi.save, or of the Hugging Face hub")
+    parser.add_argument(
+        "directory", metavar="DIRECTORY", help="what fompi.load reads: a directory, or a file of torch.save"
+    )
     parser.add_argument("--arrays", action="store_true", help="each array, its shape and in how many parts it is")
 
 
@@ -30,7 +32,11 @@ def run(options: argparse.Namespace) -> int:
     )
     try:
         found.check()
-        show("every byte is as it was written" if found.sums else "every file is whole; there are no sums of its bytes")
+        show(
+            "every byte is as it was written"
+            if found.has_sums
+            else "every file is whole; there are no sums of its bytes"
+        )
     except LayoutError as error:
         show(f"not whole: {error}")
         status = 1

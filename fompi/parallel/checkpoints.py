@@ -31,9 +31,10 @@ from fompi.engine.handshake import agree
 from fompi.ops.operations import all_gather
 from fompi.parallel.arrays import Array, borrow_any, call, lent
 from fompi.parallel.buckets import MOST_NAMED, detached
+from fompi.parallel.opened import open_checkpoint
 from fompi.parallel.reshard import Startable, views
 from fompi.parallel.section import in_section
-from fompi.parallel.stored import BLOCK, INDEX, Checkpoint, Part, Stored, header_bytes, open_checkpoint
+from fompi.parallel.stored import BLOCK, INDEX, VALUES, Checkpoint, Part, Stored, flattened, header_bytes
 from fompi.plans.boxes import Box, Boxes, common, run, whole
 from fompi.plans.plan import format_nbytes
 from fompi.plans.resharding import cells, dealt
@@ -92,10 +93,6 @@ class Entry:
     key: str
 
 
-VALUES = (type(None), str, bool, int, float)
-"""The values of JSON, and lists of them."""
-
-
 Placed = Sequence[tuple[Box, Box]]
 """Boxes in a part of an array, and which boxes of the whole array they are."""
 
@@ -116,26 +113,22 @@ def within(array: Array, shape: Sequence[int], elements: slice, placed: Placed) 
     return boxes, arrays
 
 
-def held_in(state: Any, rank: int, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def held_in(state: Any, rank: int) -> Iterator[tuple[str, Any]]:
     """The arrays of a state, as Held, and its other values, by names that are joined with dots."""
-    if hasattr(state, "checkpoint_parts"):
-        state = state.checkpoint_parts()
-    elif hasattr(state, "state_dict"):
-        state = DOORS.parts_of_torch(state)
-    if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], Boxes):
-        (x, boxes), shape = state, tuple(state[0].shape)
-        if rank >= boxes.size or shape != boxes.arrays[rank]:
-            raise ShapeError(f"{prefix!r} has the shape {shape}, which its boxes do not give to rank {rank}")
-        yield prefix, Held(x, boxes.shape, boxes.of[rank])
-    elif isinstance(state, (*VALUES, Held, Entry)):
-        yield prefix, state
-    elif isinstance(state, (list, tuple)) and all(isinstance(each, VALUES) for each in state):
-        yield prefix, [*state]
-    elif isinstance(state, (Mapping, list, tuple)):
-        for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
-            yield from held_in(value, rank, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, Held(state)
+
+    def read(name: str, state: Any) -> Any:
+        if hasattr(state, "checkpoint_parts"):
+            return state.checkpoint_parts()
+        if hasattr(state, "state_dict"):
+            return DOORS.parts_of_torch(state)
+        if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], Boxes):
+            (x, boxes), shape = state, tuple(state[0].shape)
+            if rank >= boxes.size or shape != boxes.arrays[rank]:
+                raise ShapeError(f"{name!r} has the shape {shape}, which its boxes do not give to rank {rank}")
+            return Held(x, boxes.shape, boxes.of[rank])
+        return state if isinstance(state, (*VALUES, Held, Entry, Mapping, list, tuple)) else Held(state)
+
+    return flattened(state, read=read)
 
 
 def _read_state(what: str, state: Any, comm: Communicator, error: Exception | None = None) -> Any:
@@ -321,11 +314,14 @@ def finish(made: Checkpoint) -> Exception | None:
 
 @in_section("load")
 def load(directory: Any, state: Any, *, comm: Any = None) -> dict[str, Any]:
-    """Read what `state` needs into it, from a checkpoint of any number of ranks or a folder of the Hugging Face hub.
+    """Read what `state` needs into it, from a checkpoint of any number of ranks, of the Hugging Face hub or of torch.
 
         values = fompi.load("run", {"model": model, "x": (x, boxes), "epoch": 0})
         epoch = values["epoch"]
 
+    `directory` is one of `fompi.save`, a folder of the hub, a directory of torch.distributed.checkpoint, or a file of
+    `torch.save`: nothing that a pickle names is imported or called, and objects that are no tensors, mappings, lists or
+    values of JSON are left out.
     `state` is as for `fompi.save`. Tensors are written in place; those that cannot be, as of JAX, are new in the
     result, a flat mapping: "model.layer.weight" -> the tensor, or the value. Each rank reads only what its boxes need,
     and tests the sums of that before anything is written. Other names of the checkpoint are left out. Collective.
@@ -382,5 +378,4 @@ def reads_of(
         of.sort(key=lambda read: read[0])
         memory = found.mapped(file, [rows for rows, *_ in of])
         for _, part, both, here in of:
-            there = np.frombuffer(memory, here.dtype, part.box.elements, part.begin).reshape(part.box.shape)
-            yield here, there[part.box.slices(both)]
+            yield here, found.elements(part, memory, here.dtype)[part.box.slices(both)]

@@ -3,8 +3,7 @@
     checkpoint.json               which elements of which array are where, and the sums of all blocks of all files
     ID-0.safetensors, ...         the parts that each rank has written
 
-The safetensors format: 8 bytes with the length of the header, a header of JSON, the elements. A folder as the Hugging
-Face hub has it is read too: it has no sums, and each array is one part.
+The safetensors format: 8 bytes with the length of the header, a header of JSON, the elements.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
@@ -20,9 +19,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
 
+import numpy as np
+
 from fompi.base.errors import LayoutError
 from fompi.base.layout import itemsize
-from fompi.plans.boxes import Box, whole
+from fompi.plans.boxes import Box
+
+Array = np.ndarray[Any, Any]
 
 NAMES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL", "int8": "I8",
@@ -35,12 +38,34 @@ INDEX, BLOCK = "checkpoint.json", 1 << 20
 """The name of the file that makes a checkpoint, and the bytes of which each has a sum of its own."""
 
 
+VALUES = (type(None), str, bool, int, float)
+"""The values of JSON, and lists of them."""
+
+
+def flattened(
+    state: Any, prefix: str = "", read: Callable[[str, Any], Any] = lambda name, each: each
+) -> Iterator[tuple[str, Any]]:
+    """The leaves of nested mappings and lists, by names that are joined with dots. A list of values is one leaf.
+
+    `read(name, each)` is what stands for an object of the state.
+    """
+    state = read(prefix, state)
+    if isinstance(state, (list, tuple)) and all(isinstance(each, VALUES) for each in state):
+        yield prefix, [*state]
+    elif isinstance(state, (Mapping, list, tuple)):
+        for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
+            yield from flattened(value, f"{prefix}.{key}" if prefix else str(key), read)
+    else:
+        yield prefix, state
+
+
 class Part(NamedTuple):
-    """A box of an array, row by row from byte `begin` of a file on."""
+    """A box of an array, from byte `begin` of a file on. Row by row, if `strides` (in elements) are not given."""
 
     file: str
     begin: int
     box: Box
+    strides: tuple[int, ...] = ()
 
     def rows(self, part: Box, itemsize: int) -> tuple[int, int]:
         """The bytes of the file with the rows of this part of the box."""
@@ -78,6 +103,10 @@ class Checkpoint:
     def nbytes(self) -> int:
         return sum(stored.nbytes for stored in self.arrays.values())
 
+    @property
+    def has_sums(self) -> bool:
+        return bool(self.sums)
+
     def mapped(self, file: str, runs: Iterable[tuple[int, int]]) -> mmap.mmap:
         """The memory of a file, of which these runs of bytes will be read, in order. Raises LayoutError by its name."""
         path = self.directory / file
@@ -96,6 +125,11 @@ class Checkpoint:
             if sums and crc32(memory[block * BLOCK : (block + 1) * BLOCK]) != sums[block]:
                 raise LayoutError(f"{path}: bytes from {block * BLOCK} on are not those that were written")
         return memory
+
+    def elements(self, part: Part, memory: mmap.mmap, dtype: Any) -> Array:
+        """The box of a part, in the memory of its file."""
+        strides = [n * np.dtype(dtype).itemsize for n in part.strides]
+        return np.ndarray(part.box.shape, dtype, memory, part.begin, strides or None)
 
     def check(self) -> None:
         """Read every byte. Raises LayoutError for the first file that is not as it was written."""
@@ -128,46 +162,3 @@ def header_bytes(arrays: Mapping[str, tuple[str, Sequence[int]]], id: str = "") 
     words = json.dumps(header).encode()
     words += b" " * (-len(words) % 8)
     return len(words).to_bytes(8, "little") + words, [8 + len(words) + begin for begin in ends]
-
-
-def open_checkpoint(directory: Any) -> Checkpoint:
-    """What is in a directory of ours, or of the Hugging Face hub. Raises LayoutError if it is none, or broken."""
-    path = Path(directory)
-    try:
-        if (path / INDEX).exists():
-            return _opened(path, (path / INDEX).read_text())
-        files = sorted(path.glob("*.safetensors"))
-        next(path.iterdir(), None)  # glob hides a directory that cannot be read
-    except (OSError, UnicodeDecodeError) as error:
-        raise LayoutError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
-    if not files:
-        raise LayoutError(f"{path} has no {INDEX} and no *.safetensors: no checkpoint was ever finished there")
-    found, dtypes = Checkpoint(path), {name: dtype for dtype, name in NAMES.items()}
-    for file in files:
-        memory = found.mapped(file.name, [])
-        header, begin = header_of(memory, file), 8 + int.from_bytes(memory[:8], "little")
-        header.pop("__metadata__", None)
-        if begin + max((entry["data_offsets"][1] for entry in header.values()), default=0) != len(memory):
-            raise LayoutError(f"{file} has {len(memory)} bytes, and not those of its header: it was cut short")
-        for name, entry in header.items():
-            if entry["dtype"] not in dtypes:
-                raise LayoutError(f"{file}: {name!r} has the unknown dtype {entry['dtype']}")
-            shape = tuple(entry["shape"])
-            part = Part(file.name, begin + entry["data_offsets"][0], whole(shape))
-            found.arrays[name] = Stored(dtypes[entry["dtype"]], shape, [part])
-    return found
-
-
-def _opened(path: Path, text: str) -> Checkpoint:
-    try:
-        outer = json.loads(text)
-        found = json.loads(outer["checkpoint"])
-        if outer["sum"] != crc32(outer["checkpoint"].encode()):
-            raise ValueError("its sum is not that of what is in it")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LayoutError(f"{path / INDEX} is not as it was written: {error}") from None
-    arrays = {
-        name: Stored(dtype, tuple(shape), [Part(f, at, Box(tuple(offset), tuple(n))) for f, at, (offset, n) in parts])
-        for name, (dtype, shape, parts) in found.pop("arrays").items()
-    }
-    return Checkpoint(path, arrays, **found)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from fompi.parallel.stored import open_checkpoint
+from fompi.parallel.opened import open_checkpoint
 
 JOB = """
 import os, signal, sys, threading, time

@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -47,6 +48,13 @@ def world():
 def tp(world):
     """The same, as tests of tensor parallelism call it. Its cache has the plans of other tests, which saves time."""
     return world
+
+
+@pytest.fixture
+def folder(world, tmp_path):
+    """A directory that all ranks share."""
+    text = str(tmp_path).encode().ljust(400)
+    return Path(fompi.broadcast(np.frombuffer(text, np.uint8), comm=world).tobytes().decode().strip())
 
 
 @pytest.fixture

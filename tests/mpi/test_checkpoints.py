@@ -3,29 +3,32 @@
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from boxes import held
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import fompi
-from fompi import Boxes, LayoutError, Replicate, ShapeError, Shard, StateError
+from fompi import Box, Boxes, LayoutError, Replicate, ShapeError, Shard, StateError
+from fompi.cli.main import main
 from fompi.cli.reshard import whole_array
 from fompi.parallel import checkpoints
 from fompi.parallel.data import AdamW, DataParallel
-from fompi.parallel.stored import open_checkpoint
+from fompi.parallel.opened import open_checkpoint
+from fompi.torch import nn
 
 pytestmark = pytest.mark.ranks(mpich=[2], openmpi=[2])
 
 X = np.arange(7 * 12.0).reshape(7, 12)
-
-
-@pytest.fixture
-def folder(world, tmp_path):
-    """A directory that all ranks share."""
-    text = str(tmp_path).encode().ljust(400)
-    return Path(fompi.broadcast(np.frombuffer(text, np.uint8), comm=world).tobytes().decode().strip())
 
 
 def part(boxes, rank, x=X):
@@ -69,7 +72,7 @@ def test_each_element_is_in_one_file_and_old_files_go(world, folder):
 
 
 def test_jax_and_torch_tensors(world, folder):
-    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    jax = pytest.importorskip("jax")
     fompi.save(folder, {"t": torch.arange(6).bfloat16(), "j": jax.numpy.arange(5.0)}, comm=world)
     t = torch.zeros(6, dtype=torch.bfloat16)
     found = fompi.load(folder, {"t": t, "j": jax.numpy.zeros(5)}, comm=world)
@@ -300,8 +303,6 @@ def test_the_command_line(world, folder, capsys):
     write(world, folder / "run")
     if world.rank:
         return
-    from fompi.cli.main import main
-
     assert main(["checkpoint", str(folder / "run"), "--arrays"]) == 0
     text = capsys.readouterr().out
     assert "step 4, 2 arrays of 684 B in 2 files of 2 ranks, 1 values" in text and "every byte is as" in text
@@ -318,3 +319,183 @@ def test_the_command_line(world, folder, capsys):
     damaged_file.write_bytes(damaged_file.read_bytes()[:-1])
     assert main(["checkpoint", str(folder / "run")]) == 1
     assert "not whole" in capsys.readouterr().out
+
+
+# -------------------------------------------------------------------------------------------------- files of torch
+
+
+class TorchModel(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.norm, self.up = torch.nn.LayerNorm(6), torch.nn.Linear(6, 10)
+        self.down = torch.nn.Linear(10, 6, bias=False)
+        self.register_buffer("count", torch.tensor(3))
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class OurModel(torch.nn.Module):
+    """The same in parts."""
+
+    def __init__(self, comm):
+        super().__init__()
+        self.norm, self.up = torch.nn.LayerNorm(6), nn.ColumnParallelLinear(6, 10, comm=comm)
+        self.down = nn.RowParallelLinear(10, 6, bias=False, comm=comm)
+        self.register_buffer("count", torch.tensor(0))
+
+
+def of_fsdp():
+    """A TorchModel by FSDP2, its optimizer, and what takes one step on a group of its own."""
+    net = TorchModel()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (net.up, net.down, net):
+        fully_shard(part, mesh=mesh)
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-1, foreach=False)
+
+    def step():
+        loss = net(torch.ones(2, 6)).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return net, optimizer, step
+
+
+def full(state):
+    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
+
+
+def test_programs_of_dcp_run_as_they_are(world, folder, group):
+    """FSDP2, get_state_dict, dcp.save, and dcp.async_save while the training goes on; the next losses are the same."""
+    net, optimizer, step = of_fsdp()
+    step()
+    beside = dist.new_group()
+    for name, save in (("now", dcp.save), ("later", partial(dcp.async_save, process_group=beside))):
+        model_state, optimizer_state = get_state_dict(net, optimizer)
+        expected, first_moment = full(model_state), full(optimizer_state["state"]["up.weight"])["exp_avg"].clone()
+        saved = save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=f"{folder}/{name}")
+        losses = [step(), step()]
+        if name == "later":
+            saved.result()
+        other, its_optimizer, its_step = of_fsdp()
+        parts = dict(zip(("model", "optimizer"), get_state_dict(other, its_optimizer), strict=True))
+        dcp.load(parts, checkpoint_id=f"{folder}/{name}")
+        options = {"model_state_dict": parts["model"], "optim_state_dict": parts["optimizer"]}
+        set_state_dict(other, its_optimizer, **options)
+        assert [its_step(), its_step()] == losses
+        ours, moment = OurModel(world), torch.zeros(10, 6)[world.rank :: world.size].clone()
+        turns = tuple(tuple(Box((r, 0), (1, 6)) for r in range(rank, 10, world.size)) for rank in range(world.size))
+        rows = Boxes((10, 6), turns, tuple((len(boxes), 6) for boxes in turns))
+        wanted = {"state": {"up.weight": {"exp_avg": (moment, rows)}}}
+        found = fompi.load(
+            folder / name, {"model": ours, "optimizer": wanted, "optimizer.param_groups.0.lr": 0}, comm=world
+        )
+        for key, value in nn.full_state_dict(ours).items():
+            assert torch.equal(value, expected[key]), key
+        assert torch.equal(moment, first_moment[world.rank :: world.size])
+        assert found["optimizer.param_groups.0.lr"] == 0.1
+    dist.destroy_process_group(beside)
+
+
+def test_directories_of_dcp_are_written(world, folder, group, capsys):
+    """From a checkpoint of ours, in any number of files, for DTensors of any layout."""
+    ours, half = OurModel(world), torch.arange(5.0).bfloat16()
+    fompi.save(folder / "run", {"model": ours, "half": half, "epoch": 7, "lrs": [0.5, 1]}, step=1, comm=world)
+    expected = nn.full_state_dict(ours)
+    if world.rank == 0:
+        assert main(["reshard", str(folder / "run"), str(folder / "dcp"), "--dcp", "--files", "2"]) == 0
+        assert main(["checkpoint", str(folder / "dcp")]) == 0
+        text = capsys.readouterr().out
+        assert "7 arrays of 586 B in 2 files, 2 values" in text and "every byte is as" in text
+        assert main(["reshard", str(folder / "dcp"), str(folder / "again")]) == 0
+        assert np.array_equal(whole_array(open_checkpoint(folder / "again"), "model.up.bias"), expected["up.bias"])
+    world.barrier()
+    net, _, _ = of_fsdp()
+    state = {"model": net.state_dict(), "half": torch.zeros_like(half), "epoch": 0, "lrs": [0, 0]}
+    dcp.load(state, checkpoint_id=str(folder / "dcp"))
+    assert torch.equal(state["half"], half) and state["epoch"] == 7 and state["lrs"] == [0.5, 1]
+    for name, value in full(state["model"]).items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_files_of_torch_save(world, folder):
+    """Views, transposed and tied tensors, parameters, and objects that are left out, and never called."""
+    square, called = torch.arange(9.0).reshape(3, 3), folder / "called"
+    state = {"model": TorchModel().state_dict(), "s": square, "t": square.t(), "v": torch.arange(10)[3:7], "e": [1, 2]}
+    state |= {"p": torch.nn.Parameter(square + 1), "u": torch.ones(2, dtype=torch.uint16), "o": Touch(called)}
+    if world.rank == 0:
+        torch.save(state, folder / "x.pt")
+        torch.save([1], folder / "old.pt", _use_new_zipfile_serialization=False)
+    world.barrier()
+    boxes = Boxes.over((3, 3), Shard(0), world.size)
+    s, t = (np.zeros(boxes.arrays[world.rank], np.float32) for _ in range(2))
+    ours, others = OurModel(world), {"v": np.zeros(4, int), "p": torch.zeros(3, 3), "u": np.zeros(2, np.uint16)}
+    found = fompi.load(folder / "x.pt", {"model": ours, "s": (s, boxes), "t": (t, boxes), "e": 0, **others}, comm=world)
+    a, b = boxes.of[world.rank][0].offset[0], boxes.of[world.rank][0].end[0]
+    assert np.array_equal(s, square[a:b]) and np.array_equal(t, square.t()[a:b])
+    assert found["e"] == [1, 2] and others["v"].tolist() == [3, 4, 5, 6] and others["u"].tolist() == [1, 1]
+    assert torch.equal(others["p"], square + 1) and not called.exists()
+    for name, value in nn.full_state_dict(ours).items():
+        assert torch.equal(value, state["model"][name]), name
+    with pytest.raises(LayoutError, match="lacks 1 names: o"):
+        fompi.load(folder / "x.pt", {"o": 0}, comm=world)
+    with pytest.raises(LayoutError, match=r"old\.pt is not as torch\.save writes it"):
+        fompi.load(folder / "old.pt", {"e": 0}, comm=world)
+
+
+class Touch:
+    """An object whose pickle calls a function."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("how", ["cut short", "No such file", "are not those written", "is not as torch writes it"])
+def test_broken_directories_of_torch(world, folder, how, capsys):
+    if world.rank == 0:
+        with pytest.warns(UserWarning, match="single process"):
+            dcp.save({"x": torch.arange(50_000.0), "epoch": 1}, checkpoint_id=folder, no_dist=True)
+        (file,) = folder.glob("*.distcp")
+        content = bytearray(file.read_bytes())
+        content[100_000] ^= 1
+        if how == "No such file":
+            file.unlink()
+        elif how == "is not as torch writes it":
+            metadata = (folder / ".metadata").read_bytes()
+            (folder / ".metadata").write_bytes(metadata[:-50])
+        else:
+            file.write_bytes(content if how == "are not those written" else content[:-1])
+        assert main(["checkpoint", str(folder)]) > 0
+        assert how in "".join(capsys.readouterr())
+    world.barrier()
+    x = torch.zeros(50_000)
+    if how != "are not those written":  # torch's sums are those of whole tensors: only the command tests them
+        with pytest.raises(LayoutError, match=how):
+            fompi.load(folder, {"x": x}, comm=world)
+        assert not x.any()
+
+
+def test_parts_of_one_tensor_in_several_files_of_the_hub(world, folder):
+    """As torch's HuggingFaceStorageWriter writes them with save_distributed; without offsets a name is there once."""
+    for number, offset in enumerate([0, 2]):
+        facts = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [offset, 0]}})}
+        header = {"__metadata__": facts, "w": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}
+        words, data = json.dumps(header).encode(), np.arange(2 * offset, 2 * offset + 4, dtype=np.float32).tobytes()
+        if world.rank == 0:
+            (folder / f"shard-{number}.safetensors").write_bytes(len(words).to_bytes(8, "little") + words + data)
+    world.barrier()
+    w = np.zeros((4, 2), np.float32)
+    fompi.load(folder, {"w": w}, comm=world)
+    assert w.reshape(-1).tolist() == [*range(8)]
+    world.barrier()
+    if world.rank == 0:
+        shutil.copy(folder / "shard-0.safetensors", folder / "copy.safetensors")
+    world.barrier()
+    with pytest.raises(LayoutError, match=r"'w' is in copy.safetensors and in shard-0.safetensors"):
+        fompi.load(folder, {"w": w}, comm=world)

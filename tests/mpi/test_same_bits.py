@@ -40,13 +40,15 @@ def run_of(comm, total=LEAVES):
     return slice(ends[comm.rank], ends[comm.rank + 1])
 
 
-def data_parallel(comm, zero, clip, optimizer, order=ORDER, steps=8):
+def data_parallel(comm, zero, clip, optimizer, steps=range(8), load=None, save=None):
     """(losses of all leaves, norms, parameters)"""
     start = np.random.default_rng(0)
     shapes = {"a": (17, 9), "b": (9,), "c": (9, 21)}
     params = {name: start.standard_normal(shape).astype("f4") for name, shape in shapes.items()}
-    mine, losses, norms = range(LEAVES)[run_of(comm)], np.zeros(LEAVES * steps), []
-    with DataParallel(params, optimizer=optimizer, comm=comm, zero=zero, bucket_nbytes=700, order=order) as dp:
+    mine, losses, norms = range(LEAVES)[run_of(comm)], np.zeros(LEAVES * steps.stop), []
+    with DataParallel(params, optimizer=optimizer, comm=comm, zero=zero, bucket_nbytes=700, order=ORDER) as dp:
+        if load:
+            fompi.load(load, {"model": dp}, comm=comm)
 
         def micro_batch(step, leaf):
             x = np.random.default_rng([step, leaf]).standard_normal((5, 17)).astype("f4")
@@ -58,7 +60,7 @@ def data_parallel(comm, zero, clip, optimizer, order=ORDER, steps=8):
             for name, gradient in (("c", np.maximum(h, 0).T @ (y / 5)), ("b", dh.sum(0)), ("a", x.T @ dh)):
                 dp.ready(name, gradient)
 
-        for step in range(steps):
+        for step in steps:
             for leaf in mine:
                 if leaf == mine[-1]:
                     micro_batch(step, leaf)
@@ -66,8 +68,10 @@ def data_parallel(comm, zero, clip, optimizer, order=ORDER, steps=8):
                     with dp.no_sync():
                         micro_batch(step, leaf)
             norms.append(dp.step(clip=clip))
+        if save:
+            fompi.save(save, {"model": dp}, comm=comm)
         state = dp.state_dict()["parameters"]
-    losses = fompi.all_reduce(losses, comm=comm)  # each loss is on one rank
+    losses = fompi.all_reduce(losses[LEAVES * steps.start :], comm=comm)  # each loss is on one rank
     return [losses.tobytes(), np.array(norms).tobytes(), *(state[name].tobytes() for name in shapes)]
 
 
@@ -86,6 +90,21 @@ def test_data_parallel(world, alone, zero, clip):
         return
     optimizer = AdamW(1e-2) if clip else SGD(1e-3, momentum=0.9)
     assert data_parallel(world, zero, clip, optimizer) == data_parallel(alone, 0, clip, optimizer)
+
+
+@NO_EIGHT
+@pytest.mark.parametrize("zero", [1, 2])
+def test_a_resumed_training(world, alone, folder, zero):
+    """Saved after three steps, it goes on with the bits of one that was never stopped: on fewer ranks, and on one."""
+    optimizer, before, after = AdamW(1e-2), range(3), range(3, 6)
+    expected = data_parallel(alone, 0, 1.0, optimizer, range(6))
+    data_parallel(world, zero, 1.0, optimizer, before, save=folder)
+    world.barrier()
+    with world.split(int(world.rank == world.size - 1)) as fewer:
+        for comm, other in ((fewer, 0), (fewer, 3 - zero), (alone, zero), (world, 2)):
+            losses, norms, *parameters = data_parallel(comm, other, 1.0, optimizer, after, load=folder)
+            assert losses == expected[0][-len(losses) :] and norms == expected[1][-len(norms) :]
+            assert parameters == expected[2:]
 
 
 def test_without_an_order_the_bits_differ(world, alone):

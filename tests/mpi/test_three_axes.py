@@ -3,7 +3,6 @@
 from collections import OrderedDict
 from time import perf_counter
 
-import numpy as np
 import pytest
 import torch
 
@@ -177,12 +176,10 @@ def test_a_training_on_three_axes(world):
 
 
 @pytest.mark.timeout(180)
-def test_a_training_is_resumed_on_other_meshes(world, tmp_path):
+def test_a_training_is_resumed_on_other_meshes(world, folder):
     """Trained on (dp, pp, tp) = (2, 1, 2), it goes on elsewhere as if nothing had been."""
     if world.size != 4:
         pytest.skip("a mesh of 4 ranks")
-    text = np.frombuffer(str(tmp_path).encode().ljust(400), np.uint8)
-    folder = fompi.broadcast(text, comm=world).tobytes().decode().strip()
     expected = single(2, 2)
     in_parallel(world, 1, (2, 1, 2), zero=2, folder=folder)
     alone = world.split(world.rank)

@@ -4,14 +4,11 @@ import copy
 from collections import Counter
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -580,26 +577,3 @@ def test_plain_rows_that_are_not_as_many_on_every_rank(rank, size, mesh, install
     with pytest.raises(fompi.ShapeError, match=r"pass a DTensor.*distribute_tensor"):
         layer(whole[: 3 if rank == 0 else 2])
     assert layer(distribute_tensor(whole, mesh, [Shard(0)])).shape == (2 * size + 1, 2)
-
-
-def test_checkpoints_of_torch(world, mesh, tmp_path):
-    """dcp.save, async_save, load and get_state_dict on fompi as they are: parts of one sharding are read by another."""
-    text = np.frombuffer(str(tmp_path).encode().ljust(400), np.uint8)
-    folder = fompi.broadcast(text, comm=world).tobytes().decode().strip()
-    torch.manual_seed(0)
-    net = parallelize_module(Block(True), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-2, foreach=False)
-    net(torch.ones(2, 6)).sum().backward()
-    optimizer.step()
-    model_state, optimizer_state = get_state_dict(net, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=f"{folder}/one")
-    dcp.async_save({"model": model_state}, checkpoint_id=f"{folder}/two").result()
-    whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in model_state.items()}
-    other = Block(True)
-    for module in (other.up, other.down):
-        fully_shard(module, mesh=mesh)
-    for name in ("one", "two"):
-        found = {"model": {n: torch.zeros_like(t) for n, t in other.state_dict().items()}}
-        dcp.load(found, checkpoint_id=f"{folder}/{name}")
-        for n, t in found["model"].items():
-            assert torch.equal(t.full_tensor() if isinstance(t, DTensor) else t, whole[n])

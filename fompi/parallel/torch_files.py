@@ -1,0 +1,242 @@
+"""Files that torch has written, read without torch: of `torch.save`, and directories of torch.distributed.checkpoint.
+
+    X.pt                        a zip file: a pickle of the objects, and the elements of each storage as they are
+    .metadata                   a pickle: which boxes of which tensors are where in the other files
+    __0_0.distcp, ...           such zip files, one behind the other: each has a box of a tensor, or another object
+
+Nothing that a pickle names is imported or called: its names become the values of this file.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import pickle
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+from zipfile import ZIP_STORED, BadZipFile, ZipFile
+
+from fompi.base.errors import LayoutError
+from fompi.base.layout import itemsize
+from fompi.parallel.stored import NAMES, Array, Checkpoint, Part, Stored, flattened
+from fompi.plans.boxes import Box, whole
+
+METADATA = ".metadata"
+"""The name of the file that makes a directory of torch.distributed.checkpoint."""
+
+STORAGES = {
+    "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Bool": "bool", "Char": "int8",
+    "Short": "int16", "Int": "int32", "Long": "int64", "Byte": "uint8", "ComplexFloat": "complex64",
+}  # fmt: skip
+"""The dtypes of torch's storages, as their classes are named."""
+
+
+@dataclass(frozen=True)
+class TensorInFile:
+    """A tensor whose first element is byte `begin` of a file. Strides are in elements."""
+
+    dtype: str
+    begin: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Named:
+    """An object of a class that is not looked at: what it was made of, and its attributes."""
+
+    def __init__(self, *args: Any):
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            vars(self).update(state)
+        else:
+            self.args = state
+
+    def append(self, value: Any) -> None:
+        """It was a list, of which nothing is kept."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """It was a mapping, of which nothing is kept."""
+
+
+class Storage(NamedTuple):
+    """Elements in a file, from byte `begin` on."""
+
+    dtype: str
+    begin: int
+
+
+def _tensor(of: Storage, first: int, shape: Any, strides: Any, *more: Any) -> TensorInFile:
+    dtype = next((each for each in more if isinstance(each, str)), of.dtype)  # an untyped storage has none
+    begin = of.begin + first * (itemsize(dtype) if dtype in NAMES else 0)
+    return TensorInFile(dtype, begin, tuple(shape), tuple(strides))
+
+
+KNOWN = {
+    ("torch", "Size"): tuple,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): _tensor,
+    ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("collections", "defaultdict"): lambda *_: OrderedDict[Any, Any](),
+}
+"""What stands for a name in a pickle. A dtype is its name, and everything else is `Named`."""
+
+
+class Reader(pickle.Unpickler):
+    """`begins`: where in the file the elements of each storage are."""
+
+    def __init__(self, data: bytes, begins: dict[str, int]):
+        super().__init__(io.BytesIO(data))
+        self.begins = begins
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("torch", "torch.storage") and name.endswith("Storage"):
+            return STORAGES.get(name.removesuffix("Storage"), name)
+        if module == "torch" and name in NAMES:
+            return name
+        return KNOWN.get((module, name), Named)
+
+    def persistent_load(self, pid: Any) -> Storage:
+        _, dtype, key, *_ = pid
+        return Storage(dtype, self.begins[key])
+
+
+class Window(io.RawIOBase):
+    """The bytes `begin` to `end` of a memory, as a file."""
+
+    def __init__(self, memory: mmap.mmap, begin: int, end: int):
+        self.memory, self.begin, self.end, self.at = memory, begin, end, begin
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.at = offset + {io.SEEK_SET: self.begin, io.SEEK_CUR: self.at, io.SEEK_END: self.end}[whence]
+        return self.at - self.begin
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.memory[self.at : min(self.end, self.at + len(buffer))]
+        buffer[: len(data)] = data
+        self.at += len(data)
+        return len(data)
+
+
+def _object(memory: mmap.mmap, begin: int, end: int) -> Any:
+    """What `torch.save` has written to these bytes of a file, with each tensor as a TensorInFile."""
+    begins, data = dict[str, int](), b""
+    with ZipFile(Window(memory, begin, end)) as archive:
+        for record in archive.infolist():
+            _, _, name = record.filename.partition("/")
+            if name == "data.pkl":
+                data = archive.read(record)
+            if name.startswith("data/") and record.compress_type == ZIP_STORED:
+                at = begin + record.header_offset  # the header has lengths of its own: torch aligns elements by them
+                lengths = (int.from_bytes(memory[at + i : at + i + 2], "little") for i in (26, 28))
+                begins[name.removeprefix("data/")] = at + 30 + sum(lengths)
+    return Reader(data, begins).load()
+
+
+@dataclass
+class TorchFiles(Checkpoint):
+    """A checkpoint that torch has written. `archives`: (file, its first byte) -> the end of a zip file.
+
+    In a directory each part is the tensor of a zip file. In a file of `torch.save` the place of each tensor is known.
+    """
+
+    archives: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    @property
+    def has_sums(self) -> bool:
+        return True  # those of the zip files
+
+    def elements(self, part: Part, memory: mmap.mmap, dtype: Any) -> Array:
+        if (part.file, part.begin) in self.archives:
+            found = self.read(part.file, part.begin, memory)
+            if not isinstance(found, TensorInFile) or found.shape != part.box.shape:
+                raise LayoutError(f"{self.directory / part.file}: the part {part.box} is not at byte {part.begin}")
+            part = Part(part.file, found.begin, part.box, found.strides)
+        return super().elements(part, memory, dtype)
+
+    def read(self, file: str, begin: int, memory: mmap.mmap) -> Any:
+        """What is in a zip file. Raises LayoutError if it is none of torch."""
+        try:
+            return _object(memory, begin, self.archives[file, begin])
+        except Exception as error:  # what is no pickle raises anything
+            kind = f"{type(error).__name__}: {error}"
+            raise LayoutError(f"{self.directory / file} is not as torch.save writes it ({kind})") from None
+
+    def check(self) -> None:
+        for (file, begin), end in self.archives.items():
+            bad = None
+            with self.mapped(file, []) as memory:
+                try:
+                    with ZipFile(Window(memory, begin, end)) as archive:
+                        bad = archive.testzip()
+                except (BadZipFile, OSError, ValueError, EOFError) as error:
+                    bad = str(error)
+            if bad is not None:
+                raise LayoutError(f"{self.directory / file}: bytes from {begin} on are not those written ({bad})")
+
+    def enter(self, name: str, value: Any, file: str) -> None:
+        """Its tensors and values of JSON, by their names. Objects of other kinds are left out."""
+        for key, each in flattened(value, name):
+            if isinstance(each, TensorInFile):
+                part = Part(file, each.begin, whole(each.shape), each.strides)
+                self.arrays[key] = Stored(each.dtype, each.shape, [part])
+            elif not isinstance(each, (Named, bytes)):
+                self.values[key] = each
+
+
+def open_torch_file(path: Path) -> TorchFiles:
+    """What a file of `torch.save` has. Raises LayoutError if it is none."""
+    found = TorchFiles(path.parent)
+    memory = found.mapped(path.name, [])
+    found.archives[path.name, 0] = len(memory)
+    found.enter("", found.read(path.name, 0, memory), path.name)
+    return _checked(found)
+
+
+def open_torch_directory(path: Path) -> TorchFiles:
+    """What `torch.distributed.checkpoint.save` has written. Raises LayoutError if it is none, or broken."""
+    found, objects = TorchFiles(path), list[tuple[str, str, int]]()
+    try:
+        metadata = Reader((path / METADATA).read_bytes(), {}).load()
+        places = {(index.fqn, getattr(index, "offset", None)): info for index, info in metadata.storage_data.items()}
+        for name, entry in metadata.state_dict_metadata.items():
+            chunks: Sequence[Any] = getattr(entry, "chunks", [None])  # another object has none
+            parts = list[Part]()
+            for chunk in chunks:
+                info = places[name, chunk and chunk.offsets]
+                if getattr(info, "transform_descriptors", None):
+                    raise LayoutError(f"{path}: {name!r} was encoded ({info.transform_descriptors}): use dcp.load")
+                found.archives[info.relative_path, info.offset] = end = info.offset + info.length
+                most, _ = found.sums.get(info.relative_path, (0, []))
+                found.sums[info.relative_path] = max(most, end), []
+                if chunk is None:
+                    objects.append((name, info.relative_path, info.offset))
+                else:
+                    parts.append(Part(info.relative_path, info.offset, Box(chunk.offsets, chunk.sizes)))
+            if hasattr(entry, "chunks"):
+                found.arrays[name] = Stored(entry.properties.args[0], entry.size, parts)
+    except LayoutError:
+        raise
+    except Exception as error:  # what is no pickle raises anything
+        raise LayoutError(f"{path / METADATA} is not as torch writes it ({type(error).__name__}: {error})") from None
+    for name, file, begin in objects:
+        found.enter(name, found.read(file, begin, found.mapped(file, [])), file)
+    return _checked(found)
+
+
+def _checked(found: TorchFiles) -> TorchFiles:
+    for name, stored in found.arrays.items():
+        if stored.dtype not in NAMES:
+            raise LayoutError(f"{found.directory}: {name!r} has the unknown dtype {stored.dtype}")
+    return found
