@@ -319,10 +319,10 @@ class Channel:
             limit = f"{self.engine.timeout:g} s (FOMPI_TIMEOUT)" if self.timeout is None else f"{self.timeout:g} s"
             if awaited is None:
                 return f"rank {self.link.rank} made no progress for {limit}"
-            self.engine.expired = perf_counter() + ANSWER_SECONDS, self, awaited
+            end = perf_counter() + min(ANSWER_SECONDS, self.timeout or ANSWER_SECONDS)
+            self.engine.expired = end, self, awaited
             self._answers.clear()
             self.send_all(ASK, 0)
-            end = perf_counter() + ANSWER_SECONDS
             expected = self.link.size - 1 - len(self.departed)
             while perf_counter() < end and len(self._answers) < expected:
                 if not self.engine.progress() and not self.engine.receive_control():
