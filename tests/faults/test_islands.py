@@ -238,20 +238,25 @@ def islands(tmp_path, monkeypatch):
 
 
 LAUNCHERS = {
-    "mpirun": ["mpirun", "-n"],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--no-python", "--standalone", "--nproc-per-node"],
+    "mpirun": (["mpirun", "-n"], 0.01),
+    "torchrun": (
+        [sys.executable, "-m", "torch.distributed.run", "--no-python", "--standalone", "--nproc-per-node"],
+        0.05,
+    ),
 }
+"""And the pause of a step: torchrun takes some seconds to start, in which the others should not come to their end."""
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("torchrun", marks=pytest.mark.soak)])
 def test_islands_of_two_ranks(islands, launcher):
     """Jobs, one of which is killed and comes again. One of three ranks is refused on all of them."""
     if launcher == "torchrun":
         pytest.importorskip("torch")
+    command, pause = LAUNCHERS[launcher]
 
     def start(name, ranks=2):
-        islands.start(name, 400, [*LAUNCHERS[launcher], ranks], ranks=ranks, least=2)
+        islands.start(name, 400, [*command, ranks], ranks=ranks, least=2, pause=pause)
 
     start("a")
     start("b")
