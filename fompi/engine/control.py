@@ -93,6 +93,7 @@ class Channel:
         self.begun: dict[int, int] = {}  # series of calls -> the stamp of the last call that began on this rank
         self.failures: dict[int, tuple[FompiError, bool]] = {}  # stamp -> (error, fatal), before the call began here
         self.departed: dict[int, str] = {}  # rank -> what it said when it left
+        self.silent: set[int] = set()  # ranks that have not answered at a deadline
         self.in_library = [0]  # how many collectives of `fompi.mpi.Comm` the MPI library has begun here
         self.left_at: dict[int, int] = {}  # rank -> the same there, when it left
         self.gone: set[int] = set()
@@ -327,6 +328,7 @@ class Channel:
             while perf_counter() < end and len(self._answers) < expected:
                 if not self.engine.progress() and not self.engine.receive_control():
                     sleep(1e-3)
+            self.silent = {*range(self.link.size)} - {self.link.rank} - self._answers.keys() - self.departed.keys()
             chain = self._first_absent(awaited[1]) if awaited[0] == ANYONE else self._chain(*awaited)
             return f"no progress for {limit}: " + "; ".join(chain)
         finally:
@@ -349,7 +351,7 @@ class Channel:
 
     def _no_answer(self, rank: int) -> str:
         """That this rank does not answer, and which other ranks do not answer either."""
-        others = set(range(self.link.size)) - {self.link.rank, rank} - self._answers.keys() - self.departed.keys()
+        others = self.silent - {rank}
         also = f" (nor does rank {', '.join(map(str, sorted(others)))})" if others else ""
         return f"root cause: rank {rank} does not answer{also}: {NO_ANSWER}"
 
