@@ -298,6 +298,8 @@ class Membership:
     def _listen(self, presence: Presence, seconds: float) -> None:
         listing = presence.store.watch(f"{self.group}/", self._heard[0], seconds)
         with self._news:
+            if monotonic() > self._heard_at + presence.ttl:  # the store was away: others hear it no sooner
+                self._door = monotonic()
             self._heard, self._away, self._heard_at = (listing, View.of(listing, self.group)), "", monotonic()
             self._news.notify_all()
 
