@@ -93,6 +93,7 @@ class Channel:
         self.begun: dict[int, int] = {}  # series of calls -> the stamp of the last call that began on this rank
         self.failures: dict[int, tuple[FompiError, bool]] = {}  # stamp -> (error, fatal), before the call began here
         self.departed: dict[int, str] = {}  # rank -> what it said when it left
+        self.silent: set[int] = set()  # ranks that have not answered at a deadline
         self.in_library = [0]  # how many collectives of `fompi.mpi.Comm` the MPI library has begun here
         self.left_at: dict[int, int] = {}  # rank -> the same there, when it left
         self.gone: set[int] = set()
@@ -319,14 +320,15 @@ class Channel:
             limit = f"{self.engine.timeout:g} s (FOMPI_TIMEOUT)" if self.timeout is None else f"{self.timeout:g} s"
             if awaited is None:
                 return f"rank {self.link.rank} made no progress for {limit}"
-            self.engine.expired = perf_counter() + ANSWER_SECONDS, self, awaited
+            end = perf_counter() + min(ANSWER_SECONDS, self.timeout or ANSWER_SECONDS)
+            self.engine.expired = end, self, awaited
             self._answers.clear()
             self.send_all(ASK, 0)
-            end = perf_counter() + ANSWER_SECONDS
             expected = self.link.size - 1 - len(self.departed)
             while perf_counter() < end and len(self._answers) < expected:
                 if not self.engine.progress() and not self.engine.receive_control():
                     sleep(1e-3)
+            self.silent = {*range(self.link.size)} - {self.link.rank} - self._answers.keys() - self.departed.keys()
             chain = self._first_absent(awaited[1]) if awaited[0] == ANYONE else self._chain(*awaited)
             return f"no progress for {limit}: " + "; ".join(chain)
         finally:
@@ -349,7 +351,7 @@ class Channel:
 
     def _no_answer(self, rank: int) -> str:
         """That this rank does not answer, and which other ranks do not answer either."""
-        others = set(range(self.link.size)) - {self.link.rank, rank} - self._answers.keys() - self.departed.keys()
+        others = self.silent - {rank}
         also = f" (nor does rank {', '.join(map(str, sorted(others)))})" if others else ""
         return f"root cause: rank {rank} does not answer{also}: {NO_ANSWER}"
 

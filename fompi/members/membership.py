@@ -39,7 +39,7 @@ from fompi.members.etcd import EtcdStore
 from fompi.members.served import ServedStore
 from fompi.members.stores import SECONDS, Listing, MembersStore, TorchStore
 from fompi.mpi import launcher
-from fompi.mpi.epoch import Handle
+from fompi.mpi.epoch import Handle, forget
 from fompi.mpi.link import ANSWER_SECONDS
 
 TTL_SECONDS, MEET_SECONDS, PAUSE_SECONDS, SLICE_SECONDS = 5.0, 15.0, 0.02, 1.0
@@ -266,6 +266,7 @@ class Membership:
         self._presence: Presence | None = None  # of the first rank
         self._news, self._closing = Condition(), Event()
         self._heard: tuple[Listing, View] = {}, View(Epoch(), {})
+        self._heard_at = monotonic()
         self._error: BaseException | None = None
         self._away = self._missed = ""  # of the store, of the last epoch: what an error says besides
         self.number, self._door = 0, 0.0  # of the last epoch; since when others are awaited for the next one
@@ -287,15 +288,20 @@ class Membership:
                 presence.say()
                 end = monotonic() + presence.ttl / 3
                 while (left := end - monotonic()) > 0 and not self._closing.is_set():
-                    listing = presence.store.watch(f"{self.group}/", self._heard[0], left)
-                    with self._news:
-                        self._heard, self._away = (listing, View.of(listing, self.group)), ""
-                        self._news.notify_all()
+                    self._listen(presence, left)
             except WaitTimeout as error:  # the members go on without the store
                 self._away = f"; {error}"
                 log.warning("%s: %s", self.name, error)
             except Exception as error:
                 self._error = error
+
+    def _listen(self, presence: Presence, seconds: float) -> None:
+        listing = presence.store.watch(f"{self.group}/", self._heard[0], seconds)
+        with self._news:
+            if monotonic() > self._heard_at + presence.ttl:  # the store was away: others hear it no sooner
+                self._door = monotonic()
+            self._heard, self._away, self._heard_at = (listing, View.of(listing, self.group)), "", monotonic()
+            self._news.notify_all()
 
     def _by_first_rank(self, act: Callable[[], Any]) -> Any:
         """`act()` on the first rank of this member. All its ranks have the result, or raise the error."""
@@ -399,6 +405,8 @@ class Membership:
         while monotonic() < pause:
             if self._error is not None:
                 raise self._error
+            if monotonic() > self._heard_at + self._presence.ttl:  # the thread listens where a link was cut
+                self._listen(self._presence, 0.0)
             listing, view = heard = self._heard
             if (epoch := self._presence.due(view)) is not None:
                 return epoch
@@ -428,7 +436,7 @@ class Membership:
         """The Communicator of `epoch`. None: a member did not come, or is lost."""
         rank, self.number = self.rank, epoch.number
         name = f"{epoch.number} of {self.group} ({epoch.mark})" + f", rank {rank} of each" * (self.size > 1)
-        handles = [handle.split()[rank] for _, handle in epoch.members]
+        handles = self._handles_in(epoch)
         try:
             self._comm = epochs.join(name, handles, max(0.0, min(MEET_SECONDS, end - monotonic())))
         except (PeerError, WaitTimeout) as error:
@@ -437,14 +445,21 @@ class Membership:
             return None
         if len(epoch.members) < self.least and rank == 0:
             log.warning("%s goes on with %d of at least %d", self.name, len(epoch.members), self.least)
+        forget([handle for handle in self._handles_in(self.epoch) if handle not in handles])
         self.epoch, self._missed = epoch, ""
         if self.wait is not None:
             self._comm.channel.timeout = max(self.wait / 4, self.wait / 2 - ANSWER_SECONDS)
         return self._comm
 
+    def _handles_in(self, epoch: Epoch | None) -> list[str]:
+        """How this rank reaches those of the members that it speaks with."""
+        return [] if epoch is None else [handle.split()[self.rank] for _, handle in epoch.members]
+
     def _abort(self, why: str) -> None:
         if self._comm is not None:
             self._comm.abort(f"{self.name} {why}")
+            handles = self._handles_in(self.epoch)
+            forget([handles[rank] for rank in self._comm.channel.silent])
         self._comm = None
 
     def leave(self) -> None:

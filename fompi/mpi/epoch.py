@@ -5,7 +5,8 @@
 
 A member tells each other one that it is here, under which name and which list. When all have, each says that it has
 heard all. So either all members have the group, or those that live get an error. Everything goes by UCX, also in a
-process whose own ranks use MPI. Connections stay from one epoch to the next; those of lost peers are closed.
+process whose own ranks use MPI. Connections stay from one epoch to the next; those of peers that are lost, or do not
+answer, are closed.
 """
 
 from __future__ import annotations
@@ -160,6 +161,17 @@ def handle() -> str:
     """How others reach this process: the same string as long as it lives. It starts UCX."""
     _HERE.begin()
     return str(Handle(_HERE.id, os.getpid(), os.uname().nodename, WORLD.address()))
+
+
+def forget(handles: Sequence[str]) -> None:
+    """Connect anew to these processes the next time, once no group has them.
+
+    A connection over a link that was cut is there again late: TCP waits as long again as the cut has taken.
+    """
+    with _HERE.lock:
+        for text in handles:
+            if (peer := _HERE.peers.pop(Handle.of(text).id, None)) is not None:
+                _HERE.unused.add(peer)
 
 
 def join(name: str, handles: Sequence[str], seconds: float, progress: Callable[[], object]) -> Intracomm:

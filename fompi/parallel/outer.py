@@ -13,7 +13,7 @@ Sources: DiLoCo (arXiv 2311.08105), Streaming DiLoCo (2501.18512), DES-LOC (2505
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -106,12 +106,14 @@ class OuterRule:
 
     def update(self, outer: Array, velocity: Array | None, mean: Array) -> None:
         """Write the outer copy and v. None is the v of no momentum."""
-        if velocity is None:
-            outer -= self.outer_lr * mean
-            return
-        velocity *= self.outer_momentum
-        velocity += mean
-        outer -= self.outer_lr * (mean + self.outer_momentum * velocity)
+        for part in _parts(outer):
+            if velocity is None:
+                outer[part] -= self.outer_lr * mean[part]
+                continue
+            v = velocity[part]
+            v *= self.outer_momentum
+            v += mean[part]
+            outer[part] -= self.outer_lr * (mean[part] + self.outer_momentum * v)
 
     def blend(self, theta: Array, target: Array) -> Array:
         """alpha theta + (1 - alpha) target, in new memory. With alpha=0 theta may be infinite."""
@@ -222,7 +224,8 @@ class OuterRow:
 
     def blended(self, rule: OuterRule, mean: Array, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """name -> the new tensor, from the outer copy or the mean."""
-        row = rule.blend(_flat(tensors), mean if self.outer is None else self.outer)
+        target = mean if self.outer is None else self.outer
+        row = rule.blend(_flat(tensors) if rule.alpha else target, target)  # with alpha=0 nothing of theta counts
         return {name: _like(tensors[name], row[span]) for name, span in self.spans.items()}
 
     @property
@@ -263,8 +266,17 @@ def _like(tensor: Tensor, values: Array) -> Any:
     return lent(narrow(here, tensor.dtype), tensor)
 
 
+PART = 1 << 15
+"""Long rows are computed in parts of so many elements: what comes in between stays in the cache of a core."""
+
+
+def _parts(row: Array) -> Iterator[slice]:
+    return (slice(begin, begin + PART) for begin in range(0, len(row), PART))
+
+
 def _norm(rows: Iterable[Array]) -> float:
-    return float(np.sqrt(sum(np.square(row, dtype=np.float64).sum() for row in rows)))
+    wide = (row.astype(np.float64) for row in rows)
+    return float(np.sqrt(sum(float(x @ x) for x in wide)))
 
 
 MOST_MISSED = 64
@@ -703,12 +715,13 @@ class OuterSteps(OuterCopies):
         if flight.vote is not None:
             means = [mean / mean.dtype.type(max(1, sum(weights))) for mean in means]
         exposed = perf_counter() - begun
-        own = [x / x.dtype.type(max(1, flight.weight)) for x in flight.sent]
-        pairs = [(x, m) for row, x, m in zip(flight.rows, own, means, strict=True) if row.outer is not None]
+        of_outer = [each for each in zip(flight.rows, flight.sent, means, strict=True) if each[0].outer is not None]
+        pairs = [(x[part], mean[part]) for _, x, mean in of_outer for part in _parts(mean)]
+        weight = max(1, flight.weight)
         numbers = OuterNumbers(
             *(flight.step, flight.fragment),
             norm=_norm(mean for _, mean in pairs),
-            drift=_norm(x - mean for x, mean in pairs),
+            drift=_norm((x if weight == 1 else x / x.dtype.type(weight)) - mean for x, mean in pairs),
             islands=sum(weight > 0 for weight in weights),
             nbytes=sum(e.nbytes for call in flight.calls for e in call.trace.events if e.lane.startswith("send")),
             exposed=exposed,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
-import runpy
+import shutil
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -19,7 +18,9 @@ from pathlib import Path
 import job
 import numpy as np
 import pytest
+from island_program import island as a_island
 from replay_islands import replay
+from stores import Etcd, KilledServer, free_port
 
 from fompi.base.errors import LayoutError, MismatchError
 from fompi.members import Server
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.one_mpi
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE, REPLAY = ROOT / "examples" / "islands.py", ROOT / "tools" / "replay_islands.py"
+PROGRAM_OF_ISLAND = ROOT / "tests" / "island_program.py"
 
 PROGRAM = textwrap.dedent("""
     import json, os, signal, subprocess, sys, time
@@ -76,12 +78,6 @@ PROGRAM = textwrap.dedent("""
     if name == "a":
         [other.wait(20) for other in others]
 """)
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 @pytest.mark.parametrize("killed_after", [1.3, 1.7])
@@ -176,156 +172,179 @@ def test_the_example(tmp_path, monkeypatch):
     assert "of a, b: the same bits" in done.stdout, done.output
 
 
-ISLAND = textwrap.dedent("""
-    import json, sys, time
-    from pathlib import Path
-    import numpy as np
-    import fompi
-    from fompi.parallel.outer import OuterSteps
+class Islands:
+    """Islands of `island_program.py` as processes of their own, by their names."""
 
-    def island(name, rank=0):
-        waves = {"w": np.cos(np.arange(3000) + ord(name) + rank), "v": np.cos(np.arange(7) + ord(name))}
-        start = {key: np.zeros(wave.shape, np.float32) for key, wave in waves.items()}
-        return start, lambda params: {key: x - (waves[key] + x / 50).astype(x.dtype) for key, x in params.items()}
+    def __init__(self, folder, address):
+        self.folder, self.address, self.jobs = folder, address, {}
+        self.said = (folder / "said").open("ab")
 
-    def run(address, name, steps, folder, rests_at=0, rows=1, wait=None, least=1, ranks=1, **options):
-        comm = fompi.Communicator() if ranks > 1 else None
-        rank = comm.rank if comm else 0
-        params, inner = island(name, rank)
-        options = dict(sync_every=4, fragments=2, delay=1, wire="int8", feedback=True) | options
-        log, last, longest = folder / f"{name}.epochs", time.monotonic(), 0.0
-        how = dict(least=least, alone=True, ttl=1.5, wait=wait, log=log, comm=comm)
-        with fompi.islands.join(address, name=name, **how) as islands:
-            with OuterSteps(params, comm=islands, **options) as outer:
-                params |= outer.received(params.__getitem__)
-                while outer.steps < steps:
-                    params = outer.step(inner(params), rows=rows)
-                    (folder / f"{name}.step").write_text(str(outer.steps))
-                    time.sleep(3 if outer.steps == rests_at else 0.01)
-                    last, longest = time.monotonic(), max(longest, time.monotonic() - last)
-                (folder / f"{name}.{rank}.sha").write_text(outer.sha256(0) + outer.sha256(1))
-        (folder / f"{name}.end").write_text(f"{longest:.2f}")
+    def start(self, name, steps, launcher=(), **options):
+        words = [*launcher, sys.executable, PROGRAM_OF_ISLAND, self.address, name, steps, self.folder]
+        command = [str(word) for word in [*words, json.dumps(options)]]
+        out = {"stdout": self.said, "stderr": self.said, "start_new_session": True, "cwd": self.folder}
+        self.jobs[name] = subprocess.Popen(command, **out)
 
-    if __name__ == "__main__":
-        try:
-            run(*sys.argv[1:3], int(sys.argv[3]), Path(sys.argv[4]), **json.loads([*sys.argv, "{}"][5]))
-        except fompi.MismatchError as error:
-            sys.exit(Path(f"refused.{fompi.Communicator().rank}").write_text(str(error)))
-""")
+    def kill(self, name):
+        """All its processes: torchrun starts each rank in a session of its own."""
+        pids = [self.jobs[name].pid]
+        for pid in pids:
+            with suppress(FileNotFoundError, ProcessLookupError):
+                pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.jobs[name].wait()
+
+    def step(self, name):
+        path = self.folder / f"{name}.step"
+        return int(path.read_text() or 0) if path.exists() else 0
+
+    def wait_for(self, name, step, seconds=60):
+        end = time.monotonic() + seconds
+        while self.step(name) < step:
+            assert time.monotonic() < end and self.jobs[name].poll() is None, self.output
+            time.sleep(0.02)
+
+    def end(self, names, seconds=60):
+        assert [self.jobs[name].wait(seconds) for name in names] == [0] * len(names), self.output
+
+    def longest_pause(self, name):
+        return float((self.folder / f"{name}.end").read_text())
+
+    def lines(self, name, kind, key):
+        return [line[key] for _, line in lines_of(self.folder / f"{name}.epochs") if line["kind"] == kind]
+
+    def replayed(self, names):
+        """The islands of a replay of the logs of these."""
+        return replay([self.folder / f"{name}.epochs" for name in names], a_island).islands
+
+    @property
+    def output(self):
+        return (self.folder / "said").read_text()
 
 
-@pytest.mark.timeout(120)
-def test_islands_of_two_ranks(tmp_path, monkeypatch):
-    """Jobs of mpirun, one of which is killed and comes again. One of three ranks is refused on all of them."""
+@pytest.fixture
+def islands(tmp_path, monkeypatch):
     monkeypatch.setenv("FOMPI_MEMBERS_TOKEN", "0123456789abcdef" * 3)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    (tmp_path / "island.py").write_text(ISLAND)
-    jobs = {}
-    with Server() as server, (tmp_path / "said").open("ab") as said:
-
-        def start(name, ranks=2):
-            program = ["island.py", server.address, name, "400", tmp_path, json.dumps({"ranks": ranks, "least": 2})]
-            command = ["mpirun", "-n", str(ranks), sys.executable, *program]
-            jobs[name] = subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True, cwd=tmp_path)
-
-        def wait_for(name, step):
-            end, path = time.monotonic() + 60, tmp_path / f"{name}.step"
-            while not path.exists() or int(path.read_text() or 0) < step:
-                assert time.monotonic() < end and jobs[name].poll() is None, (tmp_path / "said").read_text()
-                time.sleep(0.02)
-
-        try:
-            start("a")
-            start("b")
-            wait_for("b", 20)
-            os.killpg(jobs["b"].pid, signal.SIGKILL)
-            start("b")
-            start("c", ranks=3)
-            assert [jobs[name].wait(60) for name in "ab"] == [0, 0], (tmp_path / "said").read_text()
-            assert jobs["c"].wait(60) != 0
-        finally:
-            for each in jobs.values():
-                with suppress(ProcessLookupError):
-                    os.killpg(each.pid, signal.SIGKILL)
-                each.wait()
-    refused = [(tmp_path / f"refused.{rank}").read_text() for rank in range(3)]
-    assert refused == ["'c' has 3 ranks, but 'a' has 2"] * 3
-    shas = [(tmp_path / f"{name}.{rank}.sha").read_text() for rank in (0, 1) for name in "ab"]
-    assert shas[0] == shas[1] and shas[2] == shas[3] and shas[0] != shas[2]
-    roles = [line.get("roles") for _, line in lines_of(tmp_path / "a.epochs")]
-    assert ["here", "here"] in roles and ["here"] in roles and ["here", "new"] in roles
-    make = runpy.run_path(str(tmp_path / "island.py"), run_name="replayed")["island"]
-    assert replay([tmp_path / "a.epochs"], make).islands == ("a", "b")
-
-
-@pytest.mark.timeout(120)
-def test_a_slow_island(tmp_path, monkeypatch):
-    """The others wait for it so long as they are asked, and what it has trained counts by its rows in the next one."""
-    monkeypatch.setenv("FOMPI_MEMBERS_TOKEN", "0123456789abcdef" * 3)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    (tmp_path / "island.py").write_text(ISLAND)
+    monkeypatch.setenv("FOMPI_TIMEOUT", "60")
     with Server() as server:
-        islands = []
-        for name, rows in (("a", 1), ("b", 3), ("c", 2)):
-            more = {"rows": rows, "weights": "rows", "rests_at": 30 * (name == "c"), "wait": 1.0, "least": 3}
-            command = ["island.py", server.address, name, "350", tmp_path, json.dumps(more)]
-            islands.append(subprocess.Popen([sys.executable, *command], cwd=tmp_path))
-        try:
-            assert [island.wait(60) for island in islands] == [0, 0, 0]
-        finally:
-            for island in islands:
-                island.kill()
-                island.wait()
-    assert float((tmp_path / "a.end").read_text()) < 2.8 and float((tmp_path / "c.end").read_text()) > 2.9
-    lines = [line for _, line in lines_of(tmp_path / "a.epochs")]
-    roles = [line["roles"] for line in lines if line["kind"] == "epoch"]
-    assert ["here", "here", "slow"] in roles, roles
-    weights = [line["weights"] for line in lines if line["kind"] == "exchange"]
+        made = Islands(tmp_path, server.address)
+        yield made
+        for name in made.jobs:
+            made.kill(name)
+        made.said.close()
+
+
+LAUNCHERS = {
+    "mpirun": (["mpirun", "-n"], 0.01),
+    "torchrun": (
+        [sys.executable, "-m", "torch.distributed.run", "--no-python", "--standalone", "--nproc-per-node"],
+        0.05,
+    ),
+}
+"""And the pause of a step: torchrun takes some seconds to start, in which the others should not come to their end."""
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("torchrun", marks=pytest.mark.soak)])
+def test_islands_of_two_ranks(islands, launcher):
+    """Jobs, one of which is killed and comes again. One of three ranks is refused on all of them."""
+    if launcher == "torchrun":
+        pytest.importorskip("torch")
+    command, pause = LAUNCHERS[launcher]
+
+    def start(name, ranks=2):
+        islands.start(name, 400, [*command, ranks], ranks=ranks, least=2, pause=pause)
+
+    start("a")
+    start("b")
+    islands.wait_for("b", 20)
+    islands.kill("b")
+    start("b")
+    start("c", ranks=3)
+    islands.end("ab", 100)
+    assert islands.jobs["c"].wait(60) != 0
+    refused = [(islands.folder / f"refused.{rank}").read_text() for rank in range(3)]
+    assert refused == ["'c' has 3 ranks, but 'a' has 2"] * 3
+    shas = [(islands.folder / f"{name}.{rank}.sha").read_text() for rank in (0, 1) for name in "ab"]
+    assert shas[0] == shas[1] and shas[2] == shas[3] and shas[0] != shas[2]
+    roles = islands.lines("a", "epoch", "roles")
+    assert ["here", "here"] in roles and ["here"] in roles and ["here", "new"] in roles
+    assert islands.replayed("a") == ("a", "b")
+
+
+@pytest.mark.timeout(120)
+def test_a_slow_island(islands):
+    """The others wait for it so long as they are asked, and what it has trained counts by its rows in the next one."""
+    for name, rows in (("a", 1), ("b", 3), ("c", 2)):
+        islands.start(name, 350, rows=rows, weights="rows", rests_at=30 * (name == "c"), wait=1.0, least=3)
+    islands.end("abc")
+    assert islands.longest_pause("a") < 1.8 and islands.longest_pause("c") > 2.9
+    assert ["here", "here", "slow"] in islands.lines("a", "epoch", "roles")
+    weights = islands.lines("a", "exchange", "weights")
     assert [4, 12, 8] in weights and [4, 12] in weights
     again = next(i for i, each in enumerate(weights) if len(each) == 3 and len(weights[i - 1]) == 2)
     assert weights[again][2] > 8 or weights[again + 1][2] > 8, weights  # what it had trained when it rested
-    make = runpy.run_path(str(tmp_path / "island.py"), run_name="replayed")["island"]
-    assert replay([tmp_path / "a.epochs"], make).islands == ("a", "b", "c")
+    assert islands.replayed("a") == ("a", "b", "c")
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("store", [KilledServer, Etcd])
+def test_the_store_is_killed_and_comes_again(islands, store, tmp_path):
+    """Islands train on without it. One that dies meanwhile costs the others the time until the store is back."""
+    if store is Etcd and not shutil.which("etcd"):
+        pytest.skip("there is no etcd: apt-get install etcd-server")
+    served = store(tmp_path / "data")
+    islands.address = served.address
+    try:
+        for name in "abc":
+            islands.start(name, 500, wait=1.0, least=3, pause=0.02)
+        islands.wait_for("c", 40)
+        served.stop()
+        for name in "abc":  # longer than words in the store live
+            begun = islands.step(name)
+            time.sleep(1.0)
+            islands.wait_for(name, begun + 20)
+        islands.kill("c")
+        time.sleep(1.0)
+        served.start()
+        islands.start("c", 500, wait=1.0, pause=0.02)
+        islands.end("abc", 100)
+    finally:
+        served.stop()
+    pauses = [islands.longest_pause(name) for name in "ab"]
+    print(f"longest pauses: {pauses} s")
+    assert max(pauses) < 8, pauses
+    assert len({(tmp_path / f"{name}.0.sha").read_text() for name in "abc"}) == 1
+    assert "new" in [roles[-1] for roles in islands.lines("a", "epoch", "roles")]
+    assert islands.replayed("abc") == islands.replayed("a") == ("a", "b", "c")
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_islands_are_killed_again_and_again(tmp_path, monkeypatch):
+def test_islands_are_killed_again_and_again(islands):
     """Fifty times, at any moment, also while they come. Those that are left end with the same outer copies."""
-    monkeypatch.setenv("FOMPI_MEMBERS_TOKEN", "0123456789abcdef" * 3)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    (tmp_path / "island.py").write_text(ISLAND)
     chance, kills, steps = random.Random(7), 0, 10000
-    with Server() as server, (tmp_path / "said").open("ab") as said:
-
-        def start(name):
-            command = [sys.executable, tmp_path / "island.py", server.address, name, str(steps), tmp_path]
-            return subprocess.Popen(command, stdout=said, stderr=said)
-
-        def step_of(name):
-            path = tmp_path / f"{name}.step"
-            return int(path.read_text() or 0) if path.exists() else 0
-
-        islands = {name: start(name) for name in "abc"}
-        try:
-            end, stood, last, longest = time.monotonic() + 400, time.monotonic(), 0, 0.0
-            while kills < 50:
-                time.sleep(chance.uniform(0.05, 2.5))
-                assert time.monotonic() < end, (tmp_path / "said").read_text()
-                if step_of("a") > last:
-                    longest, stood, last = max(longest, time.monotonic() - stood), time.monotonic(), step_of("a")
-                victim = chance.choice("bc")
-                islands[victim].kill()
-                islands[victim].wait()
-                kills, islands[victim] = kills + 1, start(victim)
-                assert islands["a"].poll() is None, (tmp_path / "said").read_text()
-            print(f"{kills} kills, {last} steps, {longest:.1f} s without a step at most")
-            assert last > 50 and longest < 30
-        finally:
-            for island in islands.values():
-                island.kill()
-                island.wait()
-    assert "MismatchError" not in (tmp_path / "said").read_text()
-    command = [sys.executable, REPLAY, *(f"{name}.epochs" for name in "abc"), "island.py:island"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    for name in "abc":
+        islands.start(name, steps)
+    end, stood, last, longest = time.monotonic() + 400, time.monotonic(), 0, 0.0
+    while kills < 50:
+        time.sleep(chance.uniform(0.05, 2.5))
+        assert time.monotonic() < end, islands.output
+        if islands.step("a") > last:
+            longest, stood, last = max(longest, time.monotonic() - stood), time.monotonic(), islands.step("a")
+        victim = chance.choice("bc")
+        islands.kill(victim)
+        islands.start(victim, steps)
+        kills += 1
+        assert islands.jobs["a"].poll() is None, islands.output
+    print(f"{kills} kills, {last} steps, {longest:.1f} s without a step at most")
+    assert last > 50 and longest < 30
+    for name in "abc":
+        islands.kill(name)
+    assert "MismatchError" not in islands.output
+    command = [sys.executable, REPLAY, *(f"{name}.epochs" for name in "abc"), f"{PROGRAM_OF_ISLAND}:island"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=islands.folder)
     assert "of a, b, c: the same bits" in done.stdout, done

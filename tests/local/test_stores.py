@@ -16,6 +16,7 @@ from datetime import timedelta
 from time import monotonic, sleep
 
 import pytest
+from stores import Etcd, free_port
 
 import fompi
 from fompi.members import Server, open_store, served
@@ -23,11 +24,6 @@ from fompi.members.stores import VALUE_NBYTES
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 TTL = 1.0
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 class Served:
@@ -58,25 +54,6 @@ class Torch(Served):
 
     def stop(self):
         self.server = None
-
-
-class Etcd(Served):
-    def __init__(self, folder):
-        self.folder, self.peers = folder, free_port()
-        super().__init__(folder)
-        self.address = f"etcd://127.0.0.1:{free_port()},127.0.0.1:{self.port}"  # one of them is not there
-
-    def start(self, scheme="http", *options):
-        own, peers = f"{scheme}://127.0.0.1:{self.port}", f"http://127.0.0.1:{self.peers}"
-        command = ["etcd", "--data-dir", self.folder, "--listen-client-urls", own, "--advertise-client-urls", own]
-        command += ["--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers, *options]
-        command += ["--initial-cluster", f"default={peers}", "--unsafe-no-fsync"]
-        with open(f"{self.folder}.log", "a") as log:
-            self.server = subprocess.Popen(command, stdout=log, stderr=log)
-
-    def stop(self):
-        self.server.kill()
-        self.server.wait()
 
 
 @pytest.fixture(params=["fompi", "torch", "etcd"])

@@ -50,6 +50,19 @@ ALONE_SECONDS, QUICK_SECONDS = 1.0, 0.05
 MICROBATCHES = 8
 
 
+class Trained(NamedTuple):
+    """Blocks that are trained: smaller ones, as a backward takes twice the time, on a tenth of a core."""
+
+    width: int
+    columns: int
+    rows: int
+    piped: int  # rows of the pipeline
+
+    def blocks(self, count: int) -> list[Any]:
+        torch.manual_seed(1)
+        return [Block(self.width, self.columns) for _ in range(count)]
+
+
 class Sizes(NamedTuple):
     """Of all rows."""
 
@@ -59,10 +72,11 @@ class Sizes(NamedTuple):
     rows: int
     layers: int
     decoder: Gpt
+    trained: Trained
 
 
-FULL = Sizes(1024, 32, 4096, 512, 16, Gpt(4, 1024, 32, 16_000, 1, 256))
-QUICK = Sizes(32, 8, 64, 16, 5, Gpt(2, 32, 8, 96, 1, 8))
+FULL = Sizes(1024, 32, 4096, 512, 16, Gpt(4, 1024, 32, 16_000, 1, 256), Trained(256, 1024, 2048, 256))
+QUICK = Sizes(32, 8, 64, 16, 5, Gpt(2, 32, 8, 96, 1, 8), Trained(32, 64, 16, 16))
 
 Shares = Mapping[str, Sequence[int]]
 
@@ -83,8 +97,8 @@ def rows(bench: Bench) -> list[Row]:
         Part("attention", {"heads": sizes.heads}, partial(_attention, sizes)),
         Part("decode, one token", _of_decoder(sizes), partial(_decode, sizes, 1)),
         Part("prefill", _of_decoder(sizes), partial(_decode, sizes, sizes.decoder.length)),
-        Part("DDP", {"rows": sizes.rows}, partial(_data_parallel, sizes, False)),
-        Part("ZeRO", {"rows": sizes.rows}, partial(_data_parallel, sizes, True)),
+        Part("DDP", {"rows": sizes.trained.rows}, partial(_data_parallel, sizes.trained, False)),
+        Part("ZeRO", {"rows": sizes.trained.rows}, partial(_data_parallel, sizes.trained, True)),
         Part("pipeline", {"layers": sizes.layers}, partial(_pipeline, sizes)),
     ]
     with fompi.Communicator(bench.mpi.Split(bench.comm.rank, 0)) as alone:
@@ -168,13 +182,8 @@ def _decode(sizes: Sizes, tokens: int, comm: Communicator, shares: Shares | None
     return call
 
 
-def _blocks(sizes: Sizes) -> list[Any]:
-    torch.manual_seed(1)
-    return [Block(sizes.width, sizes.columns) for _ in range(sizes.layers)]
-
-
-def _data_parallel(sizes: Sizes, zero: bool, comm: Communicator, shares: Shares | None) -> Call:
-    module = torch.nn.Sequential(*_blocks(sizes)[:2])
+def _data_parallel(sizes: Trained, zero: bool, comm: Communicator, shares: Shares | None) -> Call:
+    module = torch.nn.Sequential(*sizes.blocks(1))
     x = torch.ones(sizes.rows, sizes.width)[_rows_of(comm, sizes.rows, shares)]
     model: Any
     if zero:
@@ -194,10 +203,10 @@ def _data_parallel(sizes: Sizes, zero: bool, comm: Communicator, shares: Shares 
 def _pipeline(sizes: Sizes, comm: Communicator, shares: Shares | None) -> Call:
     count, size = sizes.layers, comm.size
     how = {"layers": dealt(shares, "layers", count, size)}
-    each = max(1, sizes.rows // MICROBATCHES)
+    each, width = max(1, sizes.trained.piped // MICROBATCHES), sizes.trained.width
     pipe = Pipeline(
-        _blocks(sizes), comm=comm, microbatches=MICROBATCHES, activations=(each, sizes.width),
+        sizes.trained.blocks(count), comm=comm, microbatches=MICROBATCHES, activations=(each, width),
         loss=torch.nn.functional.mse_loss, shares=how,
     )  # fmt: skip
-    x = [torch.ones(each, sizes.width)] * MICROBATCHES
+    x = [torch.ones(each, width)] * MICROBATCHES
     return lambda: pipe.step(x if comm.rank == 0 else None, x if comm.rank == size - 1 else None)
