@@ -331,7 +331,9 @@ def advised(bench: Bench, group: Any, name: str) -> Row:
         Figure("predicted / after", told.seconds / after, least=1 - FOLLOWED, most=1 + FOLLOWED),
         Figure("before / after", before.measured.step / after),
     ]
-    return replace(bench.row_of(f"advice: {name}", samples, base="after"), figures=figures, predicted={"after": told.seconds})
+    return replace(
+        bench.row_of(f"advice: {name}", samples, base="after"), figures=figures, predicted={"after": told.seconds}
+    )
 
 
 def order(bench: Bench, group: Any) -> Row:
