@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -98,10 +99,11 @@ class Graph:
         order = np.lexsort((what, ended, came, rank))
         rank, what, came, ended, part = (values[order] for values in (rank, what, came, ended, part))
         first = np.searchsorted(rank, np.arange(len(windows) + 1))
-        apart = rank * (ended.max() - came.min())  # so that the latest end until now is one of this rank
-        earlier = np.concatenate([[-np.inf], np.maximum.accumulate(ended + apart)[:-1]]) - apart
-        gap, came = np.maximum(0.0, came - earlier), np.maximum(came, earlier)  # it waits for one after the other
-        gap[first[:-1]] = 0.0
+        gap = np.zeros(len(came))
+        for begin, end in pairwise(first):  # a rank waits for one call after the other
+            earlier = np.maximum.accumulate(ended[begin:end])[:-1]
+            gap[begin + 1 : end] = np.maximum(0.0, came[begin + 1 : end] - earlier)
+            came[begin + 1 : end] = np.maximum(came[begin + 1 : end], earlier)
         took = Replayed(came, ended, _steps(ended, what, len(windows)))
         of_parts = ranks, call, kind, service, inside
         return cls(tuple(kinds), first, rank, what, part, gap, members, *of_parts, beside, took)

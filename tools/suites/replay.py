@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
@@ -28,7 +27,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from torch import distributed as dist
 
 import fompi
 import fompi.jax
