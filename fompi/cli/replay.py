@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+import numpy as np
+
 from fompi.base.tables import Table
 from fompi.cli import plan
 from fompi.cli.output import show_parts
@@ -37,8 +39,8 @@ def run(options: argparse.Namespace) -> int:
         advices = [(a.what, f"{1e3 * a.seconds:.3f}", f"{1 - a.seconds / played.step:.1%}", a.write) for a in found]
         parts.append(Table(("what would help", "step ms", "gain", "how"), advices, ("step ms", "gain")))
     else:
-        idle = graph.waited(before).sum() - graph.inside.sum() / size / len(before.steps)
-        own = 1 - max(0.0, idle) / before.steps.mean()
+        kernels = np.bincount(graph.kind, graph.inside, len(graph.kinds)) / size / len(before.steps)
+        own = 1 - np.maximum(0.0, graph.waited(before) - kernels).sum() / before.steps.mean()
         parts.append(f"nothing here helps: {own:.0%} of a step are your own kernels")
     show_parts(parts)
     return 0

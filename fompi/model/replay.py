@@ -6,13 +6,15 @@
 Each rank has a row of events: a call begins (BEGIN), the program waits for it (WAIT), a step ends (MARK). Before each
 of them the program computes for `gap` seconds. A call is over on a rank `service` seconds after its last rank has begun
 it, or after the call before it on one of its ranks: calls of a rank share its link. So ranks that come late need no
-rule of their own. `fompi.planner.advice` changes a graph and runs it again.
+rule of their own. A call that was over before one that was ready earlier did not wait for it: it goes beside that.
+`fompi.planner.advice` changes a graph and runs it again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -47,7 +49,7 @@ class Graph:
 
     `part` is the part of its rank in the call of an event, or the number of a step. The parts of call c are from
     `members[c]` to `members[c + 1]`. Part p is that of `ranks[p]` in `call[p]`, of `kinds[kind[p]]`; in its `service`,
-    kernels take `inside` seconds. `measured` is what the ranks have recorded.
+    kernels take `inside` seconds. The calls `beside` wait for no other. `measured` is what the ranks have recorded.
     """
 
     kinds: tuple[CallKind, ...]
@@ -62,6 +64,7 @@ class Graph:
     kind: Array
     service: Array
     inside: Array
+    beside: Array
     measured: Replayed
 
     @classmethod
@@ -85,7 +88,7 @@ class Graph:
         members = np.searchsorted(call, np.arange(call.max() + 2))
         late = _clocks(call, ranks, calls["end"], 3 * (len({record.host for record in records}) > 1), len(records))
         begins, ends, waits = (times - late[ranks] for times in (calls["begin"], calls["end"], waits))
-        service, awaited = _services(members, call, ranks, begins, ends)
+        service, inside, beside, awaited = _services(members, call, ranks, begins, ends, calls["inside"])
 
         steps = np.concatenate([marks - seconds for marks, seconds in zip(windows, late, strict=True)])
         rank = np.concatenate([ranks, ranks[awaited], np.repeat(np.arange(len(windows)), len(windows[0]))])
@@ -96,12 +99,14 @@ class Graph:
         order = np.lexsort((what, ended, came, rank))
         rank, what, came, ended, part = (values[order] for values in (rank, what, came, ended, part))
         first = np.searchsorted(rank, np.arange(len(windows) + 1))
-        apart = rank * (ended.max() - came.min())  # so that the latest end until now is one of this rank
-        gap = np.maximum(0.0, came + apart - np.concatenate([[0.0], np.maximum.accumulate(ended + apart)[:-1]]))
-        gap[first[:-1]] = 0.0
+        gap = np.zeros(len(came))
+        for begin, end in pairwise(first):  # a rank waits for one call after the other
+            earlier = np.maximum.accumulate(ended[begin:end])[:-1]
+            gap[begin + 1 : end] = np.maximum(0.0, came[begin + 1 : end] - earlier)
+            came[begin + 1 : end] = np.maximum(came[begin + 1 : end], earlier)
         took = Replayed(came, ended, _steps(ended, what, len(windows)))
-        of_parts = ranks, call, kind, service, calls["inside"]
-        return cls(tuple(kinds), first, rank, what, part, gap, members, *of_parts, took)
+        of_parts = ranks, call, kind, service, inside
+        return cls(tuple(kinds), first, rank, what, part, gap, members, *of_parts, beside, took)
 
     def run(self) -> Replayed:
         """Walk the graph: in each round, every rank that need not wait goes on by one event."""
@@ -134,7 +139,8 @@ class Graph:
             parts = np.repeat(self.members[calls] - np.cumsum(size[calls]) + size[calls], size[calls])
             parts = parts + np.arange(len(parts))
             begun[calls] = ready[calls]
-            np.maximum.at(begun, self.call[parts], free[self.ranks[parts]])
+            queued = parts[~self.beside[self.call[parts]]]
+            np.maximum.at(begun, self.call[queued], free[self.ranks[queued]])
             np.maximum.at(free, self.ranks[parts], begun[self.call[parts]] + self.service[parts])
             active = active[at[active] < last[active]]
         return Replayed(came, ended, _steps(ended, self.what, len(at)))
@@ -201,18 +207,30 @@ def _waits(calls: Array, marks: Array) -> Array:
     return np.where(np.isnan(waits), np.fmax(back, back[np.searchsorted(begins, step) - 1]), waits)
 
 
-def _services(members: Array, call: Array, ranks: Array, begins: Array, ends: Array) -> tuple[Array, Array]:
-    """The service of each part, and whether its rank waits for the others. The arrays are sorted by call.
+def _services(
+    members: Array, call: Array, ranks: Array, begins: Array, ends: Array, inside: Array
+) -> tuple[Array, Array, Array, Array]:
+    """The service of each part and its kernels, which calls go beside others, and whether a rank waits for the others.
 
-    A rank that is through before the last one has come waits for nobody: the root of a broadcast, or a sender.
+    The arrays are sorted by call. Calls queue in the order in which their last ranks have come. One that goes beside
+    another has its kernels among its own. A rank that is through before the last one has come waits for nobody: the
+    root of a broadcast, or a sender.
     """
-    order = np.lexsort((ends, ranks))
-    earlier = np.concatenate([[-np.inf], ends[order][:-1]])
-    earlier[np.flatnonzero(np.diff(ranks[order], prepend=-1))] = -np.inf
-    free = earlier[np.argsort(order)]
     ready = np.maximum.reduceat(begins, members[:-1])
-    begun = np.maximum(ready, np.maximum.reduceat(free, members[:-1]))[call]
-    return np.maximum(0.0, ends - begun), ends >= ready[call]
+    order = np.lexsort((ready[call], ranks))
+    apart = ranks[order] * (ends.max() - begins.min() + 1.0)  # so that the latest end until now is one of this rank
+    before = np.concatenate([[-np.inf], np.maximum.accumulate(ends[order] + apart)[:-1]]) - apart
+    before[np.flatnonzero(np.diff(ranks[order], prepend=-1))] = -np.inf
+    overtakes, free = np.flatnonzero(ends[order] < before), np.empty(len(call))
+    free[order] = before
+    beside = np.zeros(len(ready), bool)
+    beside[call[order[overtakes]]] = True
+    own, other = order[overtakes], order[overtakes - 1]
+    both = inside.astype(float)
+    np.add.at(both, own, inside[other])
+    np.add.at(both, other, inside[own])
+    begun = np.where(beside, ready, np.maximum(ready, np.maximum.reduceat(free, members[:-1])))[call]
+    return np.maximum(0.0, ends - begun), both, beside, ends >= ready[call]
 
 
 def _steps(ended: Array, what: Array, ranks: int) -> Array:

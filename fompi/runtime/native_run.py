@@ -57,9 +57,9 @@ class Times(NamedTuple):
         return cls(call.started, call.moved_at, call.times(), front)
 
     def agreement(self) -> tuple[float, float, int] | None:
-        """When the agreement began and ended, and the op that ended last."""
+        """When the agreement began and ended, and the receive that ended last: they come before as many sends."""
         begun, ended = np.frombuffer(self.of_ops, np.float64).reshape(2, -1)[:, : self.front]
-        return (begun[0], ended[-1], int(np.argmax(ended[:-1]))) if self.front else None
+        return (begun[0], ended[-1], int(np.argmax(ended[: self.front // 2]))) if self.front > 1 else None
 
 
 AT_ONCE_SECONDS = 2e-5

@@ -67,6 +67,23 @@ def test_another_thread_goes_on_while_a_call_waits():
     assert graph.run().step == pytest.approx(9 * MS)
 
 
+def test_a_call_that_overtakes_another_goes_beside_it():
+    """The first sum takes 9 ms; the second one, which comes later, is over before it, with 1 ms of kernels."""
+    rows = [(STEP, 0, 0, 0, 0, 0), (0, 0, 0, 0.1, 9.5, 9), (0, 1, 5, 5, 5, 7), (STEP, 1, 10, 10, 10, 10)]
+    ranks = [record(rank, rows) for rank in range(2)]
+    for each in ranks:
+        each.calls["inside"][2] = 1 * MS
+    graph = Graph.of(ranks)
+    assert graph.service == pytest.approx([9 * MS] * 2 + [2 * MS] * 2) and graph.run().step == pytest.approx(10 * MS)
+    assert graph.inside == pytest.approx([1 * MS] * 4)  # they ran while both were in flight
+
+
+def test_two_calls_awaited_at_once_are_not_counted_twice():
+    rows = [(STEP, 0, 0, 0, 0, 0), (0, 0, 1, 1.1, 2, 5), (0, 1, 1.1, 1.1, 2, 6), (STEP, 1, 7, 7, 7, 7)]
+    graph = Graph.of([record(rank, rows) for rank in range(2)])
+    assert graph.waited(graph.measured) == pytest.approx([4 * MS]) == graph.waited(graph.run())
+
+
 def test_the_root_of_a_broadcast_waits_for_nobody():
     early = [(STEP, 0, 0, 0, 0, 0), (0, 0, 1, 1, 1, 2), (STEP, 1, 10, 10, 10, 10)]
     late = [(STEP, 0, 0, 0, 0, 0), (0, 0, 6, 6, 6, 7), (STEP, 1, 10, 10, 10, 10)]
