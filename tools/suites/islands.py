@@ -35,7 +35,6 @@ import numpy as np
 import torch
 
 import fompi
-from c10d import beside_torch
 from fompi.bench.measure import Bench
 from fompi.parallel.outer import OuterNumbers, OuterRule, OuterSchedule
 from fompi.torch import DiLoCo, DistributedDataParallel
@@ -71,6 +70,8 @@ def trained(step: TorchStep, then: Callable[[], object] = lambda: None) -> Calla
 
 def _beside(bench: Bench) -> Row:
     size, comm = QUICK if bench.quick else FULL, bench.comm
+    from c10d import beside_torch  # --curves runs as a file, and needs no peers
+
     with beside_torch(bench) as (beside, group):
         task = size.task(comm.rank)
         models = [size.task(comm.rank).model for _ in range(2)]
@@ -124,9 +125,7 @@ def batches(text: Any, size: Gpt, seed: int) -> Iterator[tuple[Any, Any]]:
         yield tokens[:, :-1], tokens[:, 1:]
 
 
-def curves(
-    steps: int, islands: int, period: int, size: Gpt = SMALL, points: int = 20
-) -> list[tuple[int, float, float]]:
+def curves(steps: int, islands: int, period: int, rule: OuterRule, points: int = 20) -> list[tuple[int, float, float]]:
     """(step, loss of data parallelism, of outer steps) on text that was not trained on, at equal tokens.
 
     All islands one after the other in this process. Data parallelism has the gradient of all batches of a step.
@@ -139,7 +138,7 @@ def curves(
     sources = [[batches(data[:kept], size, seed) for seed in range(islands)] for _ in range(2)]
     together, models = size.task(0).model, [size.task(0).model for _ in range(islands)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (together, *models)]
-    rule, schedule = OuterRule(), OuterSchedule(period)
+    schedule = OuterSchedule(period)
     outer = [p.detach().numpy().copy() for p in together.parameters()]
     velocity = [np.zeros_like(p) for p in outer]
 
@@ -177,8 +176,11 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--islands", type=int, default=2)
     parser.add_argument("--period", type=int, default=10, metavar="H")
+    parser.add_argument("--outer-lr", type=float, default=OuterRule.outer_lr)
+    parser.add_argument("--outer-momentum", type=float, default=OuterRule.outer_momentum)
     options = parser.parse_args()
-    found = curves(options.steps, options.islands, options.period)
+    rule = OuterRule(options.outer_lr, options.outer_momentum)
+    found = curves(options.steps, options.islands, options.period, rule)
     for step, ddp, diloco in found:
         print(f"step {step:6d}   DDP {ddp:.4f}   DiLoCo, H={options.period} {diloco:.4f}   {diloco / ddp - 1:+.2%}")
     print("a small model shows neither the gain nor the loss of the papers")
