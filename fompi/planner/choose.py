@@ -47,13 +47,14 @@ LARGE_NBYTES = 8 << 20
 SIMULATED = 2
 """How many candidates are simulated while a call waits for the choice, besides those without overlap."""
 
-STREAM_NBYTES, LEAST_SLICE, STREAM_SLICES, SUM_SLICES = 1 << 20, 64 << 10, 4, 8
+STREAM_NBYTES, STREAM_SLICES, SUM_SLICES = 1 << 20, 4, 8
 """Over a network, shards of at least STREAM_NBYTES go round a ring in STREAM_SLICES slices.
 
-Beside a product a slice of LEAST_SLICE is enough: what it costs more than a long one is hidden.
-
-A product that is summed on all ranks sends each slice twice, so it has SUM_SLICES, if it has the bytes.
+A product that is summed on all ranks sends each slice twice, so it has SUM_SLICES.
 """
+
+LEAST_SLICE, LEAST_ROWS = 64 << 10, 64
+"""Beside a product, shorter shards are cut too, if each slice has so many bytes and rows. Fewer rows multiply slowly."""
 
 EXCHANGE_NBYTES, EXCHANGE_SLICES, MOST_EXCHANGE_SLICES, EXCHANGE_WINDOW = 512 << 10, 8, 64, 2
 """An all-to-all over a network, between more than two ranks.
@@ -157,19 +158,21 @@ def _by_rule(
     if crowded and computes:
         small_sum = sums and nbytes is not None and nbytes <= SMALL_NBYTES
         return "unfused" if small_sum and is_available(problem, "unfused") else "unfused_p2p", 1
-    if nbytes is None:
+    if rows is None or nbytes is None:
         return "direct", 1
     if problem.moves == "all_reduce" and nbytes <= SMALL_NBYTES and not problem.wire:
         return _small_all_reduce(problem.size, nbytes, network), 1
     shard = nbytes // problem.size
     if problem.exchanges:
         pair = shard if problem.columns else shard // problem.size
-        slices = _exchange_slices(problem.size, pair, computes) if network else 1
+        at_pair = rows // problem.size if problem.columns else rows // problem.size**2
+        slices = _exchange_slices(problem.size, pair, at_pair, computes) if network else 1
         return PAIRWISE if even and slices > 1 and not computes else "direct", slices
-    if network and shard >= (STREAM_SLICES * LEAST_SLICE if computes else STREAM_NBYTES):
+    if network and _has_slices(STREAM_SLICES, shard, rows // problem.size, computes):
         is_wide = sums and not computes and problem.dtype != problem.accumulator
         stream = "direct" if is_wide or (sums and problem.wire) else "ring"
-        is_long = computes and problem.moves == "all_reduce" and shard >= SUM_SLICES * LEAST_SLICE
+        is_sum = computes and problem.moves == "all_reduce"
+        is_long = is_sum and _has_slices(SUM_SLICES, shard, rows // problem.size, True)
         for slices in (SUM_SLICES if is_long else STREAM_SLICES, STREAM_SLICES, 1):
             if messages_per_peer(problem, stream, slices) <= MOST_MESSAGES:
                 return stream, slices
@@ -188,10 +191,16 @@ def _small_all_reduce(size: int, nbytes: int, network: bool) -> str:
     return "doubling" if nbytes <= DOUBLING_NBYTES or not network else "direct"
 
 
-def _exchange_slices(size: int, nbytes: int, computes: bool) -> int:
-    """The slices of an all-to-all over a network. A rank has `nbytes` for each other rank."""
+def _has_slices(slices: int, nbytes: int, rows: int, computes: bool) -> bool:
+    """True if a block of so many bytes and rows is cut into so many slices over a network."""
+    is_enough = nbytes >= slices * LEAST_SLICE and rows >= slices * LEAST_ROWS
+    return nbytes >= STREAM_NBYTES or (computes and is_enough)
+
+
+def _exchange_slices(size: int, nbytes: int, rows: int, computes: bool) -> int:
+    """The slices of an all-to-all over a network. A rank has `nbytes`, and so many rows, for each other rank."""
     if computes:
-        return min(STREAM_SLICES, max(1, nbytes // LEAST_SLICE))
+        return STREAM_SLICES if _has_slices(STREAM_SLICES, nbytes, rows, True) else 1
     if size == 2 or nbytes < EXCHANGE_NBYTES:
         return 1
     return min(max(EXCHANGE_SLICES, 1 << (nbytes // STREAM_NBYTES).bit_length()), MOST_EXCHANGE_SLICES)
