@@ -54,7 +54,7 @@ A product that is summed on all ranks sends each slice twice, so it has SUM_SLIC
 """
 
 LEAST_SLICE, LEAST_ROWS = 64 << 10, 64
-"""Beside a product, shorter shards are cut too, if each slice has so many bytes and rows. Fewer rows multiply slowly."""
+"""Beside a product shorter shards are cut, too, if each slice has so many bytes and rows. Fewer rows take longer."""
 
 EXCHANGE_NBYTES, EXCHANGE_SLICES, MOST_EXCHANGE_SLICES, EXCHANGE_WINDOW = 512 << 10, 8, 64, 2
 """An all-to-all over a network, between more than two ranks.
