@@ -5,6 +5,7 @@ Each round is one all-to-all: what a rank sends is packed, and what has arrived 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import update_wrapper
 from typing import Any
@@ -54,8 +55,9 @@ def reshard(
     rank, an empty one where it has nothing. y has the framework and dtype of x. Any dtype, bit by bit. Of elements that
     several ranks have, the nearest ones send, equally much; nothing is sent twice, and nothing that is here already.
 
-    `peak` is how many bytes a rank may need beside x and y; then messages come in rounds. None: one round. A started
-    call has its first round in flight, and the others in `wait`; do not write to x before. Collective, also `wait`.
+    `peak` is how many bytes a rank may need beside x and y; then messages come in rounds, two of them in flight. None:
+    one round. A started call has `peak` bytes in flight, and the others in `wait`; do not write to x before.
+    Collective, also `wait`.
     Raises LayoutError if the source lacks what the target needs, ShapeError if x is not what the source says.
     """
 
@@ -107,7 +109,7 @@ def costs_of(comm: Communicator) -> tuple[tuple[float, ...], ...] | None:
 
 
 class Moving:
-    """The rounds of a plan on this rank, between the arrays of its boxes. The first one is in flight."""
+    """The rounds of a plan on this rank, between the arrays of its boxes. The first ones are in flight."""
 
     def __init__(
         self, plan: Resharding, source: Sequence[Array], target: Sequence[Array], dtype: Any, comm: Communicator
@@ -131,24 +133,35 @@ class Moving:
         return result()
 
     def _run(self, dtype: np.dtype[Any]) -> Iterator[None]:
-        """Run the rounds. Yields when one is in flight."""
-        rank, bits = self.comm.rank, f"u{min(dtype.itemsize, 8)}"  # which every transport carries as they are
-        for moves in self.plan.rounds:
-            leaving = sorted((m for m in moves if m.source == rank), key=lambda move: move.target)
-            coming = sorted((m for m in moves if m.target == rank), key=lambda move: move.source)
-            nbytes = self.plan.pairs(leaving)[rank]
-            packed, at = np.empty(sum(nbytes) // dtype.itemsize, dtype), 0
-            for move in leaving:
-                packed[at : (at := at + move.box.elements)].reshape(move.box.shape)[...] = self._from(move)
-            counts = [n // np.dtype(bits).itemsize for n in nbytes]
-            name = np.dtype(bits).name
-            pending = start(all_to_all, packed.view(bits), counts=counts, dtype=name, comm=self.comm)
-            del packed
+        """Run the rounds. Yields when as many are in flight as the peak of the plan allows, and then at each end."""
+        flying, ended = deque[Any](), 0
+        for number, last in enumerate(self.plan.last_before):
+            for _ in range(ended, last + 1):
+                yield
+                self._arrive(dtype, *flying.popleft())
+                ended += 1
+            flying.append(self._leave(dtype, self.plan.rounds[number]))
+        while flying:
             yield
-            arrived, at = array_of(pending.wait()).view(dtype), 0
-            for move in coming:
-                self._into(move)[...] = arrived[at : (at := at + move.box.elements)].reshape(move.box.shape)
-            del pending, arrived  # before the next round packs
+            self._arrive(dtype, *flying.popleft())
+
+    def _leave(self, dtype: np.dtype[Any], moves: Sequence[Move]) -> tuple[Any, list[Move]]:
+        """Start a round. Returns its call, and what arrives by it."""
+        rank, bits = self.comm.rank, np.dtype(f"u{min(dtype.itemsize, 8)}")  # which every transport carries as they are
+        leaving = sorted((m for m in moves if m.source == rank), key=lambda move: move.target)
+        nbytes = self.plan.pairs(leaving)[rank]
+        packed, at = np.empty(sum(nbytes) // dtype.itemsize, dtype), 0
+        for move in leaving:
+            packed[at : (at := at + move.box.elements)].reshape(move.box.shape)[...] = self._from(move)
+        counts = [n // bits.itemsize for n in nbytes]
+        pending = start(all_to_all, packed.view(bits), counts=counts, dtype=bits.name, comm=self.comm)
+        return pending, sorted((m for m in moves if m.target == rank), key=lambda move: move.source)
+
+    def _arrive(self, dtype: np.dtype[Any], pending: Any, coming: Sequence[Move]) -> None:
+        """End a round."""
+        arrived, at = array_of(pending.wait()).view(dtype), 0
+        for move in coming:
+            self._into(move)[...] = arrived[at : (at := at + move.box.elements)].reshape(move.box.shape)
 
     def _from(self, move: Move) -> Array:
         return self._source[move.read][self.plan.source.of[move.source][move.read].slices(move.box)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain, islice
 from math import ceil
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ class Resharding:
     """How the elements of an array get from their places in `source` to those in `target`.
 
     First each rank copies what it has itself. Then come the rounds. In a round a rank sends and receives at most
-    `peak` bytes together.
+    `peak` bytes together. If they do not fit into one round, each has half of that, and two of them are in flight.
     """
 
     source: Boxes
@@ -68,12 +68,39 @@ class Resharding:
         """The rounds as all-to-alls of bytes, for `fompi.simulate`."""
         return [Sizes(pairs=tuple(map(tuple, self.pairs(moves)))) for moves in self.rounds]
 
+    @cached_property
+    def beside(self) -> list[list[int]]:
+        """The bytes that each rank sends and receives, round by round: it needs them beside both shards."""
+        tables = map(self.pairs, self.rounds)
+        return [[sum(out) + sum(into) for out, into in zip(t, zip(*t, strict=True), strict=True)] for t in tables]
+
+    @cached_property
+    def last_before(self) -> list[int]:
+        """For each round the last one that must have ended when it begins, so that no rank needs more than `peak`.
+
+        -1: none. With rounds of half the peak that is the one before the last: two are in flight.
+        """
+        ended, found = -1, list[int]()
+        for number in range(len(self.rounds)):
+            while self.peak is not None and ended + 1 < number and self._together(ended, number) > self.peak:
+                ended += 1
+            found.append(ended)
+        return found
+
     @property
     def most_nbytes(self) -> int:
-        """The most bytes that a rank sends and receives in a round."""
+        """The most bytes that a rank sends and receives in the rounds that are in flight together."""
+        return max((self._together(ended, number) for number, ended in enumerate(self.last_before)), default=0)
+
+    def _together(self, ended: int, number: int) -> int:
+        """The same of the rounds behind `ended`, up to this one."""
+        return max(map(sum, zip(*self._beside[ended + 1 : number + 1], strict=True)))
+
+    @cached_property
+    def _beside(self) -> list[list[int]]:
+        """The bytes that each rank sends and receives, round by round."""
         tables = map(self.pairs, self.rounds)
-        return max((sum(out) + sum(into) for t in tables for out, into in zip(t, zip(*t, strict=True), strict=True)),
-                   default=0)  # fmt: skip
+        return [[sum(out) + sum(into) for out, into in zip(t, zip(*t, strict=True), strict=True)] for t in tables]
 
     def verify(self) -> None:
         """Raise PlanError if an element of the target is not written once, from its place in the source."""
@@ -92,7 +119,7 @@ class Resharding:
                 if missing := box.elements - sum(each.elements for each in written[rank, number]):
                     raise PlanError(f"rank {rank}: {missing} elements of {box} are not written", rank)
         if self.peak is not None and self.most_nbytes > self.peak:
-            raise PlanError(f"a round needs {self.most_nbytes} bytes on a rank, more than peak={self.peak}")
+            raise PlanError(f"rounds in flight need {self.most_nbytes} bytes on a rank, more than peak={self.peak}")
 
     def __str__(self) -> str:
         pairs, kept = self.pairs(chain(*self.rounds)), sum(map(sum, self.pairs(self.copies)))
@@ -150,7 +177,10 @@ def resharding(
                     wanted[nearest].append(((rank, number), part))
     moves = [Move(owner, rank, _number(source, owner, part), number, part)
              for owner, (rank, number), part in dealt(wanted)]  # fmt: skip
-    rounds = _in_rounds(moves, source.size, None if peak is None else peak // itemsize)
+    most = None if peak is None else peak // itemsize
+    rounds = _in_rounds(moves, source.size, most)
+    if most is not None and len(rounds) > 1:  # one is packed while another one travels
+        rounds = _in_rounds(moves, source.size, max(1, most // 2))
     made = Resharding(source, target, itemsize, peak, tuple(copies), rounds)
     made.verify()
     return made
@@ -241,27 +271,38 @@ def balanced(amounts: Mapping[Shape, int]) -> dict[Shape, list[float]]:
 def _in_rounds(moves: Sequence[Move], size: int, most: int | None) -> tuple[tuple[Move, ...], ...]:
     """The moves, cut where a rank would hold more than `most` elements in a round. Each goes into the first that fits.
 
-    In the order of the distance to the receiver: so all ranks take part in each round.
+    In the order of the distance to the receiver: so all ranks take part in each round. A rank that sends and receives
+    has room for both in each, as much as its sums say: else it would first do the one, and then the other.
     """
     ordered = sorted(moves, key=lambda move: ((move.target - move.source) % size, move.source))
     if most is None:
         return (tuple(ordered),) if ordered else ()
+    sums = [[0, 0] for _ in range(size)]  # elements that a rank sends, and that it receives
+    for move in moves:
+        sums[move.source][0] += move.box.elements
+        sums[move.target][1] += move.box.elements
+    limits = [[max(1, most * each // max(1, sum(both))) for each in both] for both in sums]
     rounds: list[list[Move]] = []
-    held: list[list[int]] = []  # elements, by round and rank
+    held: list[list[list[int]]] = []  # elements, by round and rank
+
+    def room(move: Move, at: int) -> int:
+        ends = (move.source, 0), (move.target, 1)
+        return min(min(limits[rank][way] - held[at][rank][way], most - sum(held[at][rank])) for rank, way in ends)
+
     first = defaultdict[Any, int](int)  # the rounds before have no room for this pair
     rest = ordered[::-1]
     while rest:
         move = rest.pop()
         pair, at = move[:2], first[move[:2]]
-        while at < len(rounds) and max(held[at][rank] for rank in pair) >= most:
+        while at < len(rounds) and room(move, at) <= 0:
             at += 1
         first[pair] = at
         if at == len(rounds):
             rounds.append([])
-            held.append([0] * size)
-        piece = head(move.box, most - max(held[at][rank] for rank in pair))
+            held.append([[0, 0] for _ in range(size)])
+        piece = head(move.box, room(move, at))
         rest += [move._replace(box=other) for other in without(move.box, piece)[::-1]]
         rounds[at].append(move._replace(box=piece))
-        for rank in pair:
-            held[at][rank] += piece.elements
+        held[at][move.source][0] += piece.elements
+        held[at][move.target][1] += piece.elements
     return tuple(map(tuple, rounds))
