@@ -96,6 +96,7 @@ if TYPE_CHECKING:
     from fompi.parallel.interleave import interleave
     from fompi.parallel.opened import open_checkpoint
     from fompi.parallel.reshard import reshard
+    from fompi.parallel.states import reshard_state
     from fompi.planner.balance import balance
     from fompi.planner.layout import layouts
     from fompi.planner.outer import outer_period
@@ -110,8 +111,8 @@ __all__ = [
     "layouts", "balance", "outer_period", "verify", "simulate", "schedule", "staged",
     # running: communicators, bound operations, measurements
     "Communicator", "Mesh", "Pending", "BoundCall", "Stop", "Device", "DeviceArray", "bind", "Executor",
-    "Adaptive", "calibrate", "mark_step", "gather_traces", "timeline", "interleave", "reshard", "save",
-    "load", "open_checkpoint",
+    "Adaptive", "calibrate", "mark_step", "gather_traces", "timeline", "interleave", "reshard",
+    "reshard_state", "save", "load", "open_checkpoint",
     # values
     "Spec", "Shard", "Replicate", "Partial", "Box", "Boxes", "Canonical", "Plan", "Machine", "Explanation", "Trace",
     "Proof",
@@ -175,6 +176,7 @@ _LATE = {
     "calibrate": "fompi.tuning.calibrate",
     "mark_step": "fompi.runtime.report",
     "reshard": "fompi.parallel.reshard",
+    "reshard_state": "fompi.parallel.states",
     "save": "fompi.parallel.checkpoints",
     "load": "fompi.parallel.checkpoints",
     "open_checkpoint": "fompi.parallel.opened",

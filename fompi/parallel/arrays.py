@@ -395,6 +395,12 @@ def in_leaves(comm: Communicator, counts: Sequence[float]) -> Communicator:
     return comm.using(order=Canonical(canonical.leaves, tuple(map(round, shares))))
 
 
+def on_any_ranks(how: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords that a communicator carries, for other ranks: these have the leaves of an order anew."""
+    canonical = Canonical.of(order_of(how.get("order", "any")))
+    return dict(how) if canonical is None else {**how, "order": Canonical(canonical.leaves)}
+
+
 def leaves_of(comm: Communicator) -> int:
     """How many leaves this rank has, if the order has leaves; else 0."""
     canonical = Canonical.of(order_on(comm))

@@ -164,7 +164,7 @@ def save(directory: Any, state: Any, *, step: int | None = None, comm: Any = Non
     arrays, values = _read_state(f"save, {os.fspath(directory)!r}, {step=}", state, group)
     words = {name: each.words() for name, each in arrays.items()}
     values = {name: each.of[each.key] if isinstance(each, Entry) else each for name, each in values.items()}
-    tables = _told({"arrays": words, "values": values, "id": token_hex(8)}, group)
+    tables = told({"arrays": words, "values": values, "id": token_hex(8)}, group)
     made = Checkpoint(Path(directory), id=tables[0]["id"], step=step, ranks=group.size)
     for rank, table in enumerate(tables):
         for name, value in table["values"].items():
@@ -178,7 +178,7 @@ def save(directory: Any, state: Any, *, step: int | None = None, comm: Any = Non
     return Saving(made, copies, group)
 
 
-def _told(table: Any, comm: Communicator) -> list[Any]:
+def told(table: Any, comm: Communicator) -> list[Any]:
     """The tables of all ranks."""
     mine = np.frombuffer(json.dumps(table).encode(), np.uint8)
     lengths = call(all_gather, np.array([len(mine)]), dtype="int64", comm=comm).tolist()
@@ -255,7 +255,7 @@ class Saving:
                 writer.join(min(60.0, self._comm.engine.timeout / 4))
                 writes = int(writer.is_alive())  # before its error is read: that is the last word then
                 writing = any(agree(self._comm, "save: the files of all ranks", self._error, writes))
-            made.sums = {file_of(made, r): tuple(each) for r, each in enumerate(_told(self._written, self._comm))}
+            made.sums = {file_of(made, r): tuple(each) for r, each in enumerate(told(self._written, self._comm))}
             agree(self._comm, "save: the rename", finish(made) if self._comm.rank == 0 else None)
         except (StateError, MismatchError):  # a rank refuses; if one is lost instead, there may have been the rename
             self._path.unlink(missing_ok=True)

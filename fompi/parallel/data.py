@@ -38,7 +38,18 @@ from fompi.base.layout import accumulator, offsets
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import ENDS_STEP, agree, begin_agreement
 from fompi.ops.operations import all_reduce
-from fompi.parallel.arrays import borrow_any, call, carrying, check_place, in_leaves, lent, read, same_bits, tensor_of
+from fompi.parallel.arrays import (
+    borrow_any,
+    call,
+    carrying,
+    check_place,
+    in_leaves,
+    lent,
+    on_any_ranks,
+    read,
+    same_bits,
+    tensor_of,
+)
 from fompi.parallel.axes import REFUSED_STEP, Axes, agree_everywhere
 from fompi.parallel.buckets import (
     DTYPES,
@@ -63,6 +74,7 @@ from fompi.parallel.optimizers import SGD, AdamW, Optimizer
 from fompi.parallel.saved import load_state, parts_of, whole_state
 from fompi.parallel.section import Section
 from fompi.parallel.shares import DataShares
+from fompi.parallel.states import reshard_state
 from fompi.parallel.sums import Gradients, Sums, summing
 from fompi.tensors.dlpack import Tensor
 from fompi.traces.trace import Trace
@@ -70,6 +82,9 @@ from fompi.traces.trace import Trace
 __all__ = ["SGD", "AdamW", "Buckets", "DataParallel", "buckets"]
 
 Array = np.ndarray[Any, Any]
+
+SAME = object()
+"""The ranks that a DataParallel has."""
 
 NOTHING_UPDATED = "No rank has updated anything: leave this batch out, or take a smaller learning rate"
 
@@ -538,12 +553,45 @@ class DataParallel:
 
         Between two steps. Raises the errors of the constructor on all ranks; nothing changes then.
         """
-        state, options = self.state_dict(), {f.name: getattr(self.options, f.name) for f in fields(Options)}
-        options |= {**self._how, "shares": shares}
-        made = DataParallel(state["parameters"], optimizer=self.optimizer, comm=self.comm, **options)
-        made.load_state_dict(state)
+        self._remake(self.comm, self.zero, shares)
+
+    def reshard(self, comm: Any = SAME, *, zero: int | None = None, shares: Any = None) -> None:
+        """Other ranks, another `zero`, other shares from the next step on: state goes to its new owners, bit by bit.
+
+            dp.reshard(zero=3)
+            dp.reshard(two if comm.rank < 2 else None)         # from 4 ranks to 2
+
+        `comm` has ranks of this DataParallel: all by default. A rank with None gets nothing, and is closed. Without
+        `shares` they are those before on the same ranks, and even on others. Collective over the ranks before, between
+        two steps. For more ranks make a DataParallel on all of them, and fill it by `fompi.reshard_state`. Raises the
+        errors of the constructor on all ranks; nothing changes then.
+        """
+        if shares is None and comm is SAME:
+            shares = self.options.shares
+        self._remake(self.comm if comm is SAME else comm, self.zero if zero is None else zero, shares)
+
+    def _remake(self, comm: Any, zero: int, shares: Any) -> None:
+        """Become a DataParallel of these ranks, with what this one has. `comm`: None on ranks that leave."""
+        options = {f.name: getattr(self.options, f.name) for f in fields(Options)}
+        options |= on_any_ranks(self._how) | {"shares": shares, "zero": zero}
+        goes_whole = self.feedback or any(b.arrived is not None or place(b.master) is not None for b in self.buckets)
+        state = self.state_dict() if goes_whole else self.checkpoint_parts()
+        params = state["parameters"] if goes_whole else {n: b.zeros(n) for b in self.buckets for n in b.names}
+        made, error = None, None
+        try:
+            if comm is not self.comm and (options["replicas"] or options["over"] or options["replicated"]):
+                raise LayoutError("replicas=, over= and replicated= are of the ranks before: make another DataParallel")
+            if comm is not None:
+                made = DataParallel(params, optimizer=self.optimizer, comm=comm, **options)
+        except Exception as refusal:
+            error = refusal
+        agree(self.comm, "reshard of DataParallel", error)
+        if not goes_whole:
+            reshard_state(state, {} if made is None else made.checkpoint_parts(), comm=self.comm)
+        elif made is not None:
+            made.load_state_dict(state)
         self.close()
-        vars(self).update(vars(made))
+        vars(self).update({} if made is None else vars(made))
 
     def checkpoint_parts(self, layouts: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """What this rank has, for `fompi.save` and `fompi.load`. `layouts`: of parameters that are parts themselves."""

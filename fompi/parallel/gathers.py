@@ -25,7 +25,7 @@ from fompi.base.call_options import wire_on
 from fompi.base.layout import accumulator, in_common, offsets
 from fompi.engine.communicator import Communicator
 from fompi.ops.operations import all_gather
-from fompi.parallel.arrays import array_of, tensor_of
+from fompi.parallel.arrays import array_of, lent, tensor_of
 from fompi.parallel.optimizers import State
 from fompi.parallel.repeated import Unbound, is_bound, repeated
 from fompi.parallel.shares import DataShares
@@ -120,6 +120,10 @@ class Bucket:
     def close(self) -> None:
         if self._call is not None:
             self._call.close()
+
+    def zeros(self, name: str) -> Any:
+        """A tensor like this parameter on the host. It takes no memory: its pages are never written."""
+        return lent(np.zeros(self.shapes[name], storage(self.dtype)), self.likes[name])
 
     def own(self, name: str) -> slice:
         """The part of a parameter that this rank owns: a slice of the shard."""

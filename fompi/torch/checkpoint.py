@@ -101,50 +101,6 @@ def parts_of(module: Any) -> dict[str, Any]:
     return found
 
 
-@in_section("rebalance")
-def rebalance(module: torch.nn.Module, shares: Any, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """The modules of `fompi.torch.nn` in `module` get other shares: parts of parameters move to other ranks, bit by bit
-
-        if step % 100 == 0:
-            rebalance(model, fompi.balance(comm, sizes), optimizer)
-
-    Collective, between two steps. The state that `optimizer` keeps in the shape of a part moves, too. Other parameters
-    take the place of those before, in the modules and in the optimizer. A wrapper of data parallelism must be made
-    anew. Raises the errors of the modules on all ranks; those before that module have their new shares then.
-    """
-    done = set[int]()
-    for part in [each for each in module.modules() if isinstance(each, Sharded) and each.counts]:
-        how = {"device": "meta", "dtype": part.factory["dtype"], "comm": part.comm, "shares": shares}
-        made: Any = type(part)(**part.arguments | how)  # all ranks agree on it
-        for old, new in zip(part.modules(), made.modules(), strict=True):
-            for name, layout in getattr(new, "layouts", {}).items():
-                p = old._parameters[name]
-                if p is not None and id(p) not in done:  # else it is tied to one that has moved
-                    own = _moved(p, (old.layouts[name], layout), part.comm.plain, optimizer)
-                    done.add(id(own))
-                    for names in [each._parameters for each in module.modules()]:
-                        names.update({key: own for key, value in names.items() if value is p})
-            vars(old).update({key: value for key, value in vars(new).items() if key in CHANGED})
-
-
-def _moved(p: Any, layouts: tuple[PartLayout, PartLayout], comm: Communicator, optimizer: Any) -> torch.nn.Parameter:
-    """The parameter that has another part, with the state of the optimizer. Collective."""
-    before, after = layouts
-    own = torch.nn.Parameter(after.shard(before.unshard(p.data, comm), comm.rank), p.requires_grad)
-    kept = optimizer.state.pop(p, {}) if optimizer else {}
-    for key, value in kept.items():
-        if getattr(value, "shape", None) == p.shape:
-            kept[key] = after.shard(before.unshard(value, comm), comm.rank)
-    if kept:
-        optimizer.state[own] = kept
-    for group in optimizer.param_groups if optimizer else ():
-        group["params"] = [own if each is p else each for each in group["params"]]
-    return own
-
-
-CHANGED = ("layouts", "arguments", "counts", "comm", "shares", "options")
-"""What other shares change in a module."""
-
 PRUNED = ("_orig", "_mask")
 """What `torch.nn.utils.prune` appends to the name of a parameter: both have the layout of the parameter."""
 

@@ -50,13 +50,14 @@ from fompi.parallel.attention import check_heads
 from fompi.parallel.choices import check_choice
 from fompi.parallel.heads import held_heads
 from fompi.plans.tree import Canonical, folded
-from fompi.torch.checkpoint import clip_grad_norm_, full_state_dict, load_full_state_dict, rebalance, replicated
+from fompi.torch.checkpoint import clip_grad_norm_, full_state_dict, load_full_state_dict, replicated
+from fompi.torch.reshard import rebalance, reshard
 from fompi.torch.sharded import PartLayout, Sharded, enter_module, fill_linear, runs_of
 
 __all__ = [
     "AllReduceRMSNorm", "ColumnParallelLinear", "LayerNorm", "MoE", "ParallelAttention", "RMSNorm",
     "RowParallelLinear", "VocabParallelEmbedding", "clip_grad_norm_", "full_state_dict", "load_full_state_dict",
-    "rebalance", "replicated", "sum_gradients",
+    "rebalance", "replicated", "reshard", "sum_gradients",
 ]  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------- linear layers
@@ -222,10 +223,9 @@ def sum_gradients(*tensors: torch.Tensor, comm: Any = None) -> tuple[torch.Tenso
 class _Norm(Sharded):
     """A norm over the features of each row, with parameters that every rank holds."""
 
-    def __init__(self, features: int, eps: float, names: Sequence[str], comm: Any, how: dict[str, Any]):
-        options = {"eps": eps, "parameters": [*names]}
+    def __init__(self, features: int, options: dict[str, Any], names: Sequence[str], comm: Any, how: dict[str, Any]):
         super().__init__(*enter_module(type(self).__name__, comm, {"features": features}, options, how))
-        self.features, self.eps = features, eps
+        self.features, self.eps = features, options["eps"]
         self._order, self._leaves = order_on(self.comm), leaves_of(self.comm)
         for name in names:
             self.draw(name, PartLayout((features,)), init.ones_ if name == "weight" else init.zeros_)
@@ -255,7 +255,8 @@ class LayerNorm(_Norm):
     """
 
     def __init__(self, features: int, eps: float = 1e-5, bias: bool = True, *, comm: Any = None, **how: Any):
-        super().__init__(features, eps, ("weight", "bias") if bias else ("weight",), comm, how)
+        names = ("weight", "bias") if bias else ("weight",)
+        super().__init__(features, {"eps": eps, "bias": bool(bias)}, names, comm, how)
         if not bias:
             self.register_parameter("bias", None)
 
@@ -270,7 +271,7 @@ class RMSNorm(_Norm):
     """
 
     def __init__(self, features: int, eps: float = 1e-6, *, comm: Any = None, **how: Any):
-        super().__init__(features, eps, ("weight",), comm, how)
+        super().__init__(features, {"eps": eps}, ("weight",), comm, how)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.normed(x, lambda x, weight: F.rms_norm(x, (self.features,), weight, self.eps))
@@ -289,7 +290,7 @@ class AllReduceRMSNorm(_Norm):
     """
 
     def __init__(self, features: int, eps: float = 1e-6, *, sharded: bool = False, comm: Any = None, **how: Any):
-        super().__init__(features, eps, ("weight",), comm, how)
+        super().__init__(features, {"eps": eps, "sharded": bool(sharded)}, ("weight",), comm, how)
         self.sharded = bool(sharded)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

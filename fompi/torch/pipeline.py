@@ -12,9 +12,13 @@ from typing import Any
 
 import torch
 
-from fompi.base.errors import ShapeError, TensorError
-from fompi.parallel import pipeline
+from fompi.base.errors import LayoutError, ShapeError, TensorError
+from fompi.base.layout import offsets
+from fompi.engine.handshake import agree
+from fompi.parallel import pipeline, section
+from fompi.parallel.shares import dealt
 from fompi.tensors import dlpack
+from fompi.torch.reshard import Travelling, on_device, travel
 
 
 class Pipeline(pipeline.Pipeline):
@@ -55,6 +59,8 @@ class Pipeline(pipeline.Pipeline):
             return value.detach(), value
 
         self._has_gradients = True
+        self._layers = [*modules] if options.get("shares") is not None else []
+        self._carrier, self._made_with = comm, {"loss": loss, **options}
         parameter = next((p for module in modules for p in getattr(module, "parameters", list)()), None)
         if parameter is not None:
             options.setdefault("device", dlpack.device_of(parameter))
@@ -67,6 +73,47 @@ class Pipeline(pipeline.Pipeline):
         return super().step(inputs, targets)
 
     step.__doc__ = pipeline.Pipeline.step.__doc__
+
+    @section.in_section("reshard")
+    def reshard(self, shares: Any, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Layers go to other ranks, from the next step on: their parameters, buffers and what `optimizer` keeps.
+
+        For a pipeline with `shares`. `optimizer` has the parameters of all layers, on all ranks: of those that a rank
+        does not run it keeps nothing. Collective, between two steps. Raises the errors of the constructor on all ranks;
+        nothing has changed then. Without `shares` make another pipeline, and let `fompi.reshard_state` fill its stages.
+        """
+        runs, error = list[range](), None
+        in_it = {id(p) for group in (optimizer.param_groups if optimizer is not None else ()) for p in group["params"]}
+        try:
+            if not self._layers:
+                raise LayoutError(
+                    "this pipeline has no shares=: make one with other stages. fompi.reshard_state fills it"
+                )
+            for given in (self._made_with["shares"], shares):
+                ends = offsets(dealt(given, "layers", len(self._layers), self.comm.size))
+                runs.append(range(*ends[self.comm.rank :][:2]))
+            if optimizer is not None and any(id(p) not in in_it for i in runs[1] for p in self._layers[i].parameters()):
+                raise LayoutError("optimizer= must have the parameters of all layers, on all ranks")
+        except Exception as refusal:
+            error = refusal
+        agree(self.comm, "reshard of a pipeline", error)
+        section.begin(self.comm)
+        named, (before, after) = dict[str, Travelling](), runs
+        for i, module in enumerate(self._layers):
+            for name, t in (*module.named_parameters(), *module.named_buffers()):
+                named[f"{i}.{name}"] = Travelling(t, i in before, i in after and i not in before)
+        found = travel(named, optimizer, self.comm)
+        for name, (t, is_here, _, _) in named.items():
+            if name in found:
+                t.detach().copy_(found[name][0])
+                if optimizer is not None and found[name][1]:
+                    optimizer.state[t] = {key: on_device(value, t.device) for key, value in found[name][1].items()}
+            elif is_here and int(name.partition(".")[0]) not in after:
+                t.grad = None
+                if optimizer is not None:
+                    optimizer.state.pop(t, None)
+        self.close()
+        Pipeline.__init__(self, self._layers, comm=self._carrier, **self._made_with | {"shares": shares})
 
     def _pull_inputs(self) -> None:
         if self.input_gradients is not None and not self._has_gradients:

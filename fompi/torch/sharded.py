@@ -17,7 +17,7 @@ from fompi.base.errors import DtypeError, LayoutError, TensorError
 from fompi.base.layout import Replicate, integer, offsets
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import digest
-from fompi.parallel.arrays import FLOATS, carrying, enter, in_leaves
+from fompi.parallel.arrays import FLOATS, carrying, enter, in_leaves, on_any_ranks
 from fompi.parallel.reshard import reshard
 from fompi.parallel.shares import dealt
 from fompi.plans.boxes import Box, Boxes
@@ -113,6 +113,14 @@ class Sharded(torch.nn.Module):
         made = Sharded(self.comm, self.factory)
         for name, layout in layouts.items():
             made.draw(name, layout, fill_linear)
+        return made
+
+    def again(self, comm: Any, shares: Any) -> Sharded:
+        """The same module on the ranks of `comm`, by these shares, on the device meta. Collective."""
+        how = {name: value for name, value in self.arguments.items() if name != "shares"} | on_any_ranks(self.comm.how)
+        how |= {"device": "meta", "dtype": self.factory["dtype"], "comm": comm}
+        kind: Any = type(self)
+        made: Sharded = kind(**how, **({"shares": shares} if self.counts else {}))
         return made
 
     def draw(self, name: str, layout: PartLayout, fill: Callable[[torch.Tensor], Any]) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from fompi.base.errors import LayoutError, StateError
 from fompi.engine.communicator import Communicator
-from fompi.parallel.data import DataParallel
+from fompi.parallel.data import SAME, DataParallel
 from fompi.tensors import dlpack
 from fompi.torch.checkpoint import layouts_of, parts_of
 from fompi.torch.nn import replicated
@@ -170,11 +170,28 @@ class ZeroDataParallel(Wrapper):
         parts = self.parallel.checkpoint_parts(layouts)
         return {"module": parts_of(self.module) | parts["parameters"], "optimizer": parts["optimizer"]}
 
-    @torch.no_grad()
     def rebalance(self, shares: Any) -> None:
         """Other shares of rows and state from the next step on (`DataParallel.rebalance`). Collective."""
         self.refuse_copy()
         self.parallel.rebalance(shares)
+        self._take_all()
+
+    def reshard(self, comm: Any = SAME, *, zero: int | None = None, shares: Any = None) -> None:
+        """Other ranks, another `zero`, other shares (`DataParallel.reshard`). Collective.
+
+        On a rank that leaves the wrapper is closed, and the module stays. Buffers are those of each rank.
+        """
+        self.refuse_copy()
+        if zero == 3:
+            raise LayoutError("zero=3 is for fompi.parallel.data.DataParallel: a module has all its parameters")
+        self.wait()
+        self.parallel.reshard(comm, zero=zero, shares=shares)
+        self.comm = self.parallel.comm
+        if not self.parallel.closed:
+            self._take_all()
+
+    @torch.no_grad()
+    def _take_all(self) -> None:
         for name, parameter in self._known.named.items():
             self._take(name, parameter)
 
