@@ -137,7 +137,9 @@ def _object(memory: mmap.mmap, begin: int, end: int) -> Any:
             _, _, name = record.filename.partition("/")
             if name == "data.pkl":
                 data = archive.read(record)
-            if name.startswith("data/") and record.compress_type == ZIP_STORED:
+            if name.startswith("data/"):
+                if record.compress_type != ZIP_STORED:
+                    raise LayoutError(f"{record.filename} is compressed")
                 at = begin + record.header_offset  # the header has lengths of its own: torch aligns elements by them
                 lengths = (int.from_bytes(memory[at + i : at + i + 2], "little") for i in (26, 28))
                 begins[name.removeprefix("data/")] = at + 30 + sum(lengths)
