@@ -107,16 +107,10 @@ class Reader(pickle.Unpickler):
 
 
 class Window(io.RawIOBase):
-    """The bytes `begin` to `end` of a memory, as a file."""
+    """The bytes `begin` to `end` of a memory, as a file of which ZipFile reads."""
 
     def __init__(self, memory: mmap.mmap, begin: int, end: int):
         self.memory, self.begin, self.end, self.at = memory, begin, end, begin
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self.at = offset + {io.SEEK_SET: self.begin, io.SEEK_CUR: self.at, io.SEEK_END: self.end}[whence]

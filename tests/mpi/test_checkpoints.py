@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import shutil
+import threading
 from functools import partial
 from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile
@@ -66,6 +67,9 @@ def test_another_layout_another_number_of_ranks_and_padding(world, folder):
 def test_each_element_is_in_one_file_and_old_files_go(world, folder):
     write(world, folder)
     write(world, folder, step=5)
+    for thread in threading.enumerate():
+        if thread.name == "fompi remove":
+            thread.join()
     world.barrier()
     files = sorted(folder.glob("*.safetensors"))
     nbytes = sum(path.stat().st_size for path in files)

@@ -106,7 +106,7 @@ def _disk(bench: Bench, nbytes: int) -> Iterator[Disk]:
     """A folder of rank 0, on all ranks, until the rows are measured. Collective."""
     boxes = Boxes.over((nbytes // 4,), Shard(0), bench.comm.size)
     x = np.random.default_rng(bench.comm.rank).random(boxes.arrays[bench.comm.rank], np.float32)
-    with TemporaryDirectory() as own:
+    with TemporaryDirectory(ignore_cleanup_errors=True) as own:  # an old save may be on its way out
         yield Disk(bench, Path(text_of_rank_0(bench.comm, own)), {"x": (x, boxes)}, x, [])
         meet(bench.mpi)  # rank 0 removes the folder
 
