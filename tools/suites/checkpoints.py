@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -89,7 +89,7 @@ class Disk:
 
     def read(self) -> None:
         with self.plain.open("rb", buffering=0) as file:
-            data = memoryview(self.x.view(np.uint8))
+            data = self.x.view(np.uint8).data
             while data and (count := file.readinto(data)):
                 data = data[count:]
 
@@ -97,7 +97,7 @@ class Disk:
         """Before files are read: they are on the disk only."""
         if name in (LOAD, READ) and self.bench.comm.rank == 0:
             for path in (*self.folder.glob("plain-*"), *self.folder.glob("run/*")):
-                with path.open("rb") as file:
+                with suppress(FileNotFoundError), path.open("rb") as file:  # an old save is on its way out
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -106,7 +106,7 @@ def _disk(bench: Bench, nbytes: int) -> Iterator[Disk]:
     """A folder of rank 0, on all ranks, until the rows are measured. Collective."""
     boxes = Boxes.over((nbytes // 4,), Shard(0), bench.comm.size)
     x = np.random.default_rng(bench.comm.rank).random(boxes.arrays[bench.comm.rank], np.float32)
-    with TemporaryDirectory(ignore_cleanup_errors=True) as own:  # an old save may be on its way out
+    with TemporaryDirectory(ignore_cleanup_errors=True) as own:
         yield Disk(bench, Path(text_of_rank_0(bench.comm, own)), {"x": (x, boxes)}, x, [])
         meet(bench.mpi)  # rank 0 removes the folder
 
