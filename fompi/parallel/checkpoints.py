@@ -288,7 +288,7 @@ def write_file(path: Path, head: bytes, arrays: Iterable[Array]) -> tuple[int, l
 
 
 def finish(made: Checkpoint) -> Exception | None:
-    """The new index takes the place of the old one: from then on it is the checkpoint. Old files go."""
+    """The new index takes the place of the old one: from then on it is the checkpoint. A thread removes old files."""
     folder = made.directory
     beside = folder / f"{made.id}.json"
     if unseen := [file for file in made.sums if not (folder / file).exists()]:
@@ -303,10 +303,16 @@ def finish(made: Checkpoint) -> Exception | None:
         opened = os.open(folder, os.O_RDONLY)
         os.fsync(opened)  # the disk has the rename before old files go
         os.close(opened)
-        for old in (*folder.glob("????????????????-*.safetensors"), *folder.glob("????????????????.json")):
-            if old.name not in made.sums:
-                old.unlink(missing_ok=True)
+        of_saves = (*folder.glob("????????????????-*.safetensors"), *folder.glob("????????????????.json"))
+        old = [path for path in of_saves if path.name not in made.sums]
+        Thread(target=_remove, args=[old], name="fompi remove").start()  # a disk takes its time: no step waits for it
     return None
+
+
+def _remove(files: Iterable[Path]) -> None:
+    with suppress(OSError):
+        for each in files:
+            each.unlink(missing_ok=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- load

@@ -68,10 +68,8 @@ def _opened(path: Path, text: str) -> Checkpoint:
             raise ValueError("its sum is not that of what is in it")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LayoutError(f"{path / INDEX} is not as it was written: {error}") from None
-    arrays = {
-        name: Stored(
-            dtype, tuple(shape), [Part(f, at, Box(tuple(offset), tuple(n))) for f, at, (offset, n), _ in parts]
-        )
-        for name, (dtype, shape, parts) in found.pop("arrays").items()
-    }
+    arrays = dict[str, Stored]()
+    for name, (dtype, shape, parts) in found.pop("arrays").items():
+        placed = [Part(file, begin, Box(tuple(offset), tuple(n))) for file, begin, (offset, n), _ in parts]
+        arrays[name] = Stored(dtype, tuple(shape), placed)
     return Checkpoint(path, arrays, **found)

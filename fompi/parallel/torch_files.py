@@ -107,16 +107,10 @@ class Reader(pickle.Unpickler):
 
 
 class Window(io.RawIOBase):
-    """The bytes `begin` to `end` of a memory, as a file."""
+    """The bytes `begin` to `end` of a memory, as a file of which ZipFile reads."""
 
     def __init__(self, memory: mmap.mmap, begin: int, end: int):
         self.memory, self.begin, self.end, self.at = memory, begin, end, begin
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self.at = offset + {io.SEEK_SET: self.begin, io.SEEK_CUR: self.at, io.SEEK_END: self.end}[whence]
@@ -137,7 +131,9 @@ def _object(memory: mmap.mmap, begin: int, end: int) -> Any:
             _, _, name = record.filename.partition("/")
             if name == "data.pkl":
                 data = archive.read(record)
-            if name.startswith("data/") and record.compress_type == ZIP_STORED:
+            if name.startswith("data/"):
+                if record.compress_type != ZIP_STORED:
+                    raise LayoutError(f"{record.filename} is compressed")
                 at = begin + record.header_offset  # the header has lengths of its own: torch aligns elements by them
                 lengths = (int.from_bytes(memory[at + i : at + i + 2], "little") for i in (26, 28))
                 begins[name.removeprefix("data/")] = at + 30 + sum(lengths)

@@ -106,7 +106,7 @@ def test_device(mpirun, tmp_path):
     ("ranks", "suites"),
     [
         (2, {"parallel.py": 12, "step.py": 1, "ddp.py": 1, "c10d.py": 14, "programs.py": 8}),
-        (3, {"decode.py": 3, "unequal.py": 7}),
+        (3, {"decode.py": 3, "unequal.py": 7, "checkpoints.py": 1}),
     ],
     ids=["2 ranks", "3 ranks"],
 )

@@ -1,10 +1,14 @@
 """fompi.save and fompi.load: other numbers of ranks, ZeRO, parts of modules, and what is refused."""
 
+import dataclasses
 import json
 import os
+import pickle
 import shutil
+import threading
 from functools import partial
 from pathlib import Path
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
 import pytest
@@ -63,6 +67,9 @@ def test_another_layout_another_number_of_ranks_and_padding(world, folder):
 def test_each_element_is_in_one_file_and_old_files_go(world, folder):
     write(world, folder)
     write(world, folder, step=5)
+    for thread in threading.enumerate():
+        if thread.name == "fompi remove":
+            thread.join()
     world.barrier()
     files = sorted(folder.glob("*.safetensors"))
     nbytes = sum(path.stat().st_size for path in files)
@@ -444,6 +451,25 @@ def test_files_of_torch_save(world, folder):
         fompi.load(folder / "x.pt", {"o": 0}, comm=world)
     with pytest.raises(LayoutError, match=r"old\.pt is not as torch\.save writes it"):
         fompi.load(folder / "old.pt", {"e": 0}, comm=world)
+
+
+def test_what_is_encoded_is_refused_by_name(world, folder):
+    """Elements that a zip file has compressed, and tensors that an extension of dcp has encoded."""
+    if world.rank == 0:
+        torch.save({"x": torch.zeros(100)}, folder / "x.pt")
+        with ZipFile(folder / "x.pt") as archive, ZipFile(folder / "small.pt", "w", ZIP_DEFLATED) as small:
+            for record in archive.infolist():
+                small.writestr(record.filename, archive.read(record))
+        with pytest.warns(UserWarning, match="single process"):
+            dcp.save({"x": torch.zeros(100)}, checkpoint_id=folder / "dcp", no_dist=True)
+        metadata = pickle.loads((folder / "dcp/.metadata").read_bytes())
+        for index, info in metadata.storage_data.items():
+            metadata.storage_data[index] = dataclasses.replace(info, transform_descriptors=["stream.zstd"])
+        (folder / "dcp/.metadata").write_bytes(pickle.dumps(metadata))
+    world.barrier()
+    for name, words in (("small.pt", r"small\.pt.* compressed"), ("dcp", r"'x' was encoded .*stream\.zstd.* use dcp")):
+        with pytest.raises(LayoutError, match=words):
+            fompi.load(folder / name, {"x": torch.zeros(100)}, comm=world)
 
 
 class Touch:

@@ -3,10 +3,13 @@
 from collections import OrderedDict
 from time import perf_counter
 
+import numpy as np
 import pytest
 import torch
+from boxes import PADDING, held
 
 import fompi
+from fompi import Boxes, Shard
 from fompi.base.layout import split
 from fompi.parallel.data import AdamW
 from fompi.torch import nn
@@ -226,3 +229,25 @@ def test_a_stage_fails_on_one_rank_of_tensor_parallelism(world):
         pipe.step([torch.ones(3)] * 2, [None] * 2)
     assert perf_counter() - begun < 10 < world.engine.timeout
     world.barrier()
+
+
+def test_four_ranks_to_three_and_two_to_four(world, folder):
+    """Checkpoints of plain arrays: rows, columns and padded runs, written and read by other numbers of ranks."""
+    x = np.arange(7 * 12.0).reshape(7, 12)
+    three, two = (world.split(int(world.rank >= count)) for count in (3, 2))
+    for number, (writers, readers) in enumerate([(world, three), (two, world)]):
+        for comm, call in ((writers, fompi.save), (readers, fompi.load)):
+            if world.rank < comm.size:  # one of these ranks, and not of the others that were split off
+                tens = [10] * (comm.size - 1)
+                sharded = {"cut": Boxes.over(x.shape, Shard(number), comm.size)}
+                sharded["runs"] = Boxes.flat(x.shape, [84 - sum(tens), *tens], 80)
+                expected = {name: held(x, boxes)[comm.rank] for name, boxes in sharded.items()}
+                arrays = {name: np.full(boxes.arrays[comm.rank], PADDING + 0.0) for name, boxes in sharded.items()}
+                if call is fompi.save:
+                    arrays = {name: expected[name].reshape(array.shape) for name, array in arrays.items()}
+                call(folder / str(number), {name: (arrays[name], sharded[name]) for name in arrays}, comm=comm)
+                for name, array in arrays.items():
+                    assert np.array_equal(array.reshape(-1), expected[name])
+            world.barrier()
+    for comm in (three, two):
+        comm.close()

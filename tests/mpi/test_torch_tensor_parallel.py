@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -577,3 +578,18 @@ def test_plain_rows_that_are_not_as_many_on_every_rank(rank, size, mesh, install
     with pytest.raises(fompi.ShapeError, match=r"pass a DTensor.*distribute_tensor"):
         layer(whole[: 3 if rank == 0 else 2])
     assert layer(distribute_tensor(whole, mesh, [Shard(0)])).shape == (2 * size + 1, 2)
+
+
+def test_checkpoints_of_torch(mesh, folder):
+    """What `parallelize_module` cut is saved by dcp and read as FSDP2 cuts it."""
+    net = parallelize_module(Block(True), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    saved = net.state_dict()
+    dcp.save({"model": saved}, checkpoint_id=folder)
+    other = Block(True)
+    for module in (other.up, other.down):
+        fully_shard(module, mesh=mesh)
+    found = other.state_dict()
+    dcp.load({"model": found}, checkpoint_id=folder)
+    for name, value in found.items():
+        ours, theirs = (t.full_tensor() if isinstance(t, DTensor) else t for t in (value, saved[name]))
+        assert torch.equal(ours, theirs), name
