@@ -1,7 +1,8 @@
 """FOMPI_RECORD: the calls and the steps of this process, for `fompi replay` and `fompi advise`.
 
-A call costs some microseconds: its times are those that the engine has anyway, and what it is was worked out at the
-first call of its kind. The file is written when the program ends (`fompi.traces.record`).
+The times of a call are those that the engine has anyway, and what it is was worked out at the first call of its kind.
+But small calls go the way of Python, and take 0.2 to 0.3 ms more. The file is written when the program ends, and
+after 1, 2, 4, ... steps (`fompi.traces.record`).
 """
 
 from __future__ import annotations
@@ -121,14 +122,16 @@ class Recorder(Notes):
         now, owner = perf_counter(), self.owners.setdefault(id(marked[0]), len(self.owners))
         self.calls.append([STEP, owner, self.numbers[owner], now, now, now, now, 0.0])
         self.numbers[owner] += 1
+        if self.numbers[owner].bit_count() == 1:  # after 1, 2, 4, ... steps: a program may be killed
+            self.finish()
 
     def finish(self) -> None:
-        """The program has ended: write the file."""
+        """The program has ended, or may not come to its end: write the file."""
         if os.getpid() != self.process:
             return
         most = max(self.owners.values(), key=self.numbers.__getitem__, default=0)  # the optimizer with most steps
         own = self.owners.get(id(self.steps), most)
-        calls = np.array([tuple(row) for row in self.calls if row[0] != STEP or row[1] == own], CALL)
+        calls = np.array([tuple(row) for row in list(self.calls) if row[0] != STEP or row[1] == own], CALL)
         try:
             RankRecord(self.rank, self.size, socket.gethostname(), tuple(self.kinds), calls).save(self.folder)
         except OSError as error:

@@ -74,7 +74,9 @@ class RankRecord:
         words = vars(self) | {"kinds": kinds, "calls": None}
         text = np.frombuffer(json.dumps(words).encode(), np.uint8)
         Path(folder).mkdir(parents=True, exist_ok=True)
-        np.savez(Path(folder) / f"rank-{self.rank}.npz", calls=self.calls, words=text)
+        beside = Path(folder) / f"writing-{self.rank}.npz"
+        np.savez(beside, calls=self.calls, words=text)
+        beside.replace(Path(folder) / f"rank-{self.rank}.npz")
 
 
 def load(folder: str | Path) -> tuple[RankRecord, ...]:

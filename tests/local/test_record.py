@@ -52,7 +52,7 @@ for step in range(4):
 def recorded(mpirun, tmp_path):
     """Runs a program on two ranks with FOMPI_RECORD, and returns its record."""
 
-    def run(program, *module):
+    def run(program, *module, is_killed=False):
         (tmp_path / "program.py").write_text(textwrap.dedent(program))
         words = [f"import os; os.environ['FOMPI_RECORD'] = {str(tmp_path / 'run')!r}"]
         words += [f"import runpy, sys; sys.argv = ['x', {str(tmp_path / 'program.py')!r}]"]
@@ -60,10 +60,28 @@ def recorded(mpirun, tmp_path):
             [f"runpy.run_module({module[0]!r}, run_name='__main__')"] if module else ["runpy.run_path(sys.argv[1])"]
         )
         done = mpirun(2, "-c", "; ".join(words), seconds=50)
-        assert done.returncode == 0, done.output
+        assert (done.returncode == 0) != is_killed, done.output
         return load(tmp_path / "run")
 
     return run
+
+
+KILLED = """
+import os, signal
+import numpy as np
+import fompi
+
+for step in range(6):
+    fompi.all_reduce(np.ones(8))
+    fompi.mark_step()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_program_that_is_killed_leaves_the_record_of_its_first_steps(recorded, tmp_path, capsys):
+    ranks = recorded(KILLED, is_killed=True)
+    assert [int((rank.calls["kind"] == STEP).sum()) for rank in ranks] == [4, 4]
+    assert not main(["replay", str(tmp_path / "run")]) and "steps of 2 of 2 ranks" in capsys.readouterr().out
 
 
 def test_gradients_of_torch(recorded, tmp_path, capsys):
