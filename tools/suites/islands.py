@@ -16,6 +16,8 @@ with AdamW on tokens of their own.
 | `DDP, fompi int8`   | `fompi.torch.DistributedDataParallel` with messages of 8 bits                           |
 | `DiLoCo`            | `fompi.torch.DiLoCo`, H = 30, delay 1, two fragments, each rank an island               |
 
+The row `delay 12` has `alone` and `DiLoCo` only: a fragment may take as long as 12 steps, as at 100 Mbit/s.
+
 The row `2x2` has islands of two ranks with `fompi.torch.DistributedDataParallel` inside, on different sides of the slow
 link, which exchange by messages of 8 bits, 10 steps later. Its figure is the share of a step for which outer steps have
 waited.
@@ -43,14 +45,14 @@ from means import repeated
 from training import Gpt, TorchStep, alone, data_parallel
 
 FULL, QUICK = Gpt(6, 384, 6, 8192, 4, 64), Gpt(2, 32, 2, 64, 2, 8)
-PERIOD, FRAGMENTS, DELAY = 30, 2, 1
+PERIOD, FRAGMENTS, DELAY, FAR_DELAY = 30, 2, 1, 12
 ALONE, OURS = "alone", "DiLoCo"
 LEAST_SHARE, MOST_EXPOSED = 0.97, 0.01
 """Asked between hosts: tokens a second of an island beside a lone host's, and the share of a step that is exposed."""
 
 
 def rows(bench: Bench) -> list[Row]:
-    makers = {"GPT": _beside}
+    makers = {"GPT": _beside, f"GPT, delay {FAR_DELAY}": _far}
     if bench.comm.size == 4:
         makers["GPT, 2x2"] = _on_groups
     return bench.rows(makers)
@@ -91,6 +93,17 @@ def _beside(bench: Bench) -> Row:
     figures = [Figure(f"{name}: tokens a second and rank", tokens / row.median(name)) for name in calls]
     figures += [row.ratio(name, OURS) for name in calls if name != ALONE and name != OURS]
     return replace(row, figures=[row.ratio(ALONE, OURS, least=bench.asked(LEAST_SHARE)), *figures])
+
+
+def _far(bench: Bench) -> Row:
+    """For links on which a fragment takes longer than a step: DDP would take ten times as long."""
+    size, comm = QUICK if bench.quick else FULL, bench.comm
+    model = size.task(comm.rank).model
+    with DiLoCo(model, None, comm, sync_every=PERIOD, fragments=FRAGMENTS, delay=FAR_DELAY) as outer:
+        task = size.task(comm.rank)
+        calls = {ALONE: trained(alone(task)), OURS: trained(alone(task, model), outer.step)}
+        row = bench.row(f"GPT, delay {FAR_DELAY}", calls, base=OURS)
+    return replace(row, figures=[row.ratio(ALONE, OURS, least=bench.asked(LEAST_SHARE))])
 
 
 def _on_groups(bench: Bench) -> Row:
