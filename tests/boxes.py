@@ -19,8 +19,8 @@ def counts_of(rng: Random, total: int, size: int) -> list[int]:
 
 
 def sharding_of(rng: Random, shape: tuple[int, ...], size: int) -> Boxes:
-    """Even, uneven, replicated, flat, padded, of a mesh, on some of the ranks, or columns in turns."""
-    kind = rng.choice(["over", "sharded", "flat", "padded", "mesh", "some", "turns"])
+    """Even, uneven, replicated, flat, padded, of a mesh, on some of the ranks, columns in turns, or fused."""
+    kind = rng.choice(["over", "sharded", "flat", "padded", "mesh", "some", "turns", "fused"])
     dim = rng.randrange(len(shape))
     layout = rng.choice([Shard(dim), Replicate()])
     if kind == "over":
@@ -36,9 +36,22 @@ def sharding_of(rng: Random, shape: tuple[int, ...], size: int) -> Boxes:
     if kind == "some":
         count = rng.randint(1, size)
         return Boxes.over(shape, layout, count, rng.sample(range(size), count), size)
+    if kind == "fused":
+        return fused(shape, dim, [counts_of(rng, n, size) for n in counts_of(rng, shape[dim], 3)])
     lengths = tuple(1 if i == dim else n for i, n in enumerate(shape))
     columns = [Box(tuple(place if i == dim else 0 for i in range(len(shape))), lengths) for place in range(shape[dim])]
     return Boxes(shape, tuple(tuple(columns[rank::size]) for rank in range(size)))
+
+
+def fused(shape: tuple[int, ...], dim: int, counts: list[list[int]]) -> Boxes:
+    """Several parts of a dimension, as q, k and v: of part i rank r has the next `counts[i][r]`."""
+    begin, of = 0, [list[Box]() for _ in counts[0]]
+    for part in counts:
+        for rank, n in enumerate(part):
+            offset = tuple(begin if i == dim else 0 for i in range(len(shape)))
+            of[rank].append(Box(offset, tuple(n if i == dim else m for i, m in enumerate(shape))))
+            begin += n
+    return Boxes(shape, tuple(map(tuple, of)))
 
 
 def views(memory: np.ndarray, boxes: tuple[Box, ...]) -> list[np.ndarray]:

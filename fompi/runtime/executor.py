@@ -127,7 +127,7 @@ class Executor(BoundPlan):
         comm.check()
         if self._in_c is None or self._sizes is not self.plan.sizes or self.closed:
             return False
-        if self._run is not None and not self._run.finished:
+        if (run := self._run) is not None and not run.finished:
             return False
         with comm.engine.lock:
             self._calls += 1
@@ -239,8 +239,10 @@ class Executor(BoundPlan):
         """Drive until the call has ended, or `until(what does it)`, whoever does it. False: not within `timeout`."""
         engine, channel = self.comm.engine, self.comm.channel
         end = None if timeout is None else perf_counter() + timeout
-        if isinstance(self._run, InC) and until is None:
-            drive_in_c(self._run)
+        if (
+            isinstance(in_c := self._run, InC) and until is None
+        ):  # the helper thread may end it, and write None, meanwhile
+            drive_in_c(in_c)
         while (task := self._run) is not None:
             seconds = None if end is None else max(0.0, end - perf_counter())
             if not engine.wait(task, channel, seconds, patient, None if until is None else lambda: until(task)):
@@ -374,7 +376,7 @@ class Executor(BoundPlan):
         sizes = self.plan.sizes if counts is None else self._sizes_of(counts)
         self.check_start(partial)
         self._returned_at = None
-        if self._run is not None and not self._run.finished:
+        if (run := self._run) is not None and not run.finished:
             self._await(patient=True)
         if sizes is not self._sizes and sizes != self._sizes:
             self._use(sizes)
@@ -501,8 +503,8 @@ class Executor(BoundPlan):
         Raises the error that ended the call on this rank, PeerError if another rank failed first, and WaitTimeout
         after `timeout` seconds (the call goes on).
         """
-        if self.comm.engine.recorder is not None and self._run is not None:
-            self.comm.engine.recorder.awaited(self.comm, self._run.stamp)
+        if self.comm.engine.recorder is not None and (begun := self._run) is not None:
+            self.comm.engine.recorder.awaited(self.comm, begun.stamp)
         if self._run is None and self._in_c_at is not None:
             return self._results_in_c()
         first = self._current()
@@ -574,8 +576,8 @@ class Executor(BoundPlan):
     @property
     def seconds(self) -> float | None:
         """The time of the last call on this rank, until its kernels were done. Waits for them. None: no call."""
-        if self._run is not None:
-            self._run.settle()
+        if (run := self._run) is not None:
+            run.settle()
         return self._seconds
 
     @seconds.setter
@@ -595,12 +597,13 @@ class Executor(BoundPlan):
 
     def _current(self) -> Run | InC:
         """What does the last call."""
-        if self._run is None and self._in_c_at is not None and self._in_c is not None:
+        found = self._run
+        if found is None and self._in_c_at is not None and self._in_c is not None:
             run = Run(self.compiled, self.comm, *self._in_c_at)
-            self._run = finished_run(Times.of(self._in_c), run, self._actions)
-        if self._run is None:
+            found = self._run = finished_run(Times.of(self._in_c), run, self._actions)
+        if found is None:
             raise StateError(f"{self.compiled.title} was not started")
-        return self._run
+        return found
 
     def _in_python(self) -> Run:
         """What does the last call, in Python: if C does it, Python goes on with it."""
@@ -616,7 +619,7 @@ class Executor(BoundPlan):
         if self.closed:
             raise StateError(f"{self.compiled.title}: the executor is closed")
         self.comm.check()
-        if self._run is not None and not self._run.finished and self._run.error is None:
+        if (run := self._run) is not None and not run.finished and run.error is None:
             raise StateError(f"{self.compiled.title} is already in flight: call wait() before the next start()")
         for name in partial:
             for each in self.compiled.named(name):
@@ -687,8 +690,8 @@ class Executor(BoundPlan):
                     error = StateError(f"{self.compiled.title} was closed before all its parts were ready")
                     self.comm.channel.fail(self._in_python(), error)
                 self._await(patient=True)
-            if self._run is not None:
-                self._run.settle()
+            if (run := self._run) is not None:
+                run.settle()
             self._call = None
             self._release()
             self.__dict__["_in_c"] = None

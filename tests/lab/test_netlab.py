@@ -383,7 +383,7 @@ def test_nothing_is_left(kernel, tmp_path, ending, at_a_terminal):
     name, value = mark.split("=")
     netlab = (
         sys.executable,
-        Path(tool.__file__).with_name("__main__.py"),
+        Path(tool.__file__).parents[1] / "netlab.py",
         "run",
         "--trust",
         "--hosts=2",

@@ -1,12 +1,14 @@
 """fompi.reshard: the bits of NumPy on all frameworks, within the memory that was asked for."""
 
+import time
 import tracemalloc
+from itertools import product
 from math import prod
 from random import Random
 
 import numpy as np
 import pytest
-from boxes import held, sharding_of
+from boxes import PADDING, fused, held, sharding_of
 
 import fompi
 from fompi import Box, Boxes, LayoutError, MismatchError, Partial, Replicate, ShapeError, Shard
@@ -53,6 +55,50 @@ def test_a_mesh_of_another_size_and_a_started_call(world):
     assert np.array_equal(y, np.array_split(x, 2, 1)[world.rank]) if world.rank < 2 else y.size == 0
     with pytest.raises(fompi.StateError, match="has been waited for"):
         pending.wait()
+
+
+def test_fused_weights_and_buckets_of_other_ranks(world):
+    """From q, k and v in one matrix, and from ZeRO's padded buckets, to the ranks that serve, and back."""
+    n, size = 6 * world.size, world.size
+    x = np.arange(3 * n * 5.0).reshape(3 * n, 5)
+    padded = -(-x.size // size) + 3
+    runs = [min(padded, max(0, x.size - padded * rank)) for rank in range(size)]
+    layouts = [
+        fused(x.shape, 0, [[6] * size] * 3),
+        fused(x.shape, 0, [[n, *[0] * (size - 1)], [6] * size, [*[0] * (size - 1), n]]),
+        Boxes.flat(x.shape, runs, padded),
+        Boxes.over(x.shape, (Shard(1), Replicate()), (2, 1), ranks=(size - 1, 0), size=size),
+    ]
+    for source, target in product(layouts, layouts):
+        mine = held(x, source)[world.rank].reshape(source.arrays[world.rank])
+        found = fompi.reshard(mine, source, target, comm=world, peak=500).reshape(-1)
+        expected = held(x, target)[world.rank]
+        assert np.array_equal(found, np.where(expected == PADDING, 0, expected))
+
+
+def test_a_started_call_moves_while_the_program_computes(world):
+    """As many rounds as the peak allows end without a wait. The others come in it."""
+    if world.engine.helper is None:
+        pytest.skip(f"there is no helper thread: the mode is {world.engine.progress_mode}")
+    x, until = np.ones((60, 60 * world.size)), time.monotonic() + 20
+    for peak, in_flight in ((None, 1), (x.nbytes // 2, 2)):
+        with world.record() as traces:
+            pending = fompi.reshard.start(x, Shard(0), Shard(1), comm=world, peak=peak)
+            while len(traces) < in_flight and time.monotonic() < until:
+                np.dot(x, x.T)
+            assert len(traces) == in_flight
+            world.barrier()
+            y, rounds = pending.wait(), len(pending.plan.rounds)
+        assert y.shape == (60 * world.size, 60) and y.all()
+        assert len(traces) == rounds and (rounds == 1 if peak is None else rounds > 2)
+
+
+def test_a_tensor_of_a_device(world, device):
+    """It is copied to the host, and the result to the device. The checker of the device sees no race."""
+    x = np.arange(7 * 12.0, dtype=np.float32).reshape(7, 12)
+    y = fompi.reshard(device.array(np.array_split(x, world.size)[world.rank]), Shard(0), Shard(1), comm=world, peak=64)
+    assert isinstance(y, fompi.DeviceArray)
+    assert np.array_equal(y.get(), np.array_split(x, world.size, 1)[world.rank])
 
 
 def test_torch_and_jax(world):
