@@ -37,6 +37,7 @@ import job
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "test"
+LAST_LINES = 15
 SLOWEST = 10
 """This many of the slowest tests are listed after each leg."""
 
@@ -413,7 +414,19 @@ def summarize(results: list[Result], seconds: float, before: Times) -> None:
             totals[word] += result.counts.get(word, 0)
         line(result.leg.name, result.word, (result.seconds, result.cpu_seconds), result.counts)
     line("all", "", (seconds, sum(result.cpu_seconds for result in results)), totals)
+    for result in results:
+        if result.problem:
+            print(f"\n{result.leg.name}: {result.problem}")
+            print("".join(f"    {line}\n" for line in ends_of(result.output)), end="")
     print(f"{totals[PASSED]} passed, {totals[FAILED]} failed")
+
+
+def ends_of(output: str) -> list[str]:
+    """What remains readable where only the end of a run is kept: the failures that pytest lists, or the last lines."""
+    lines = output.rstrip().splitlines()
+    listed = [line for line in lines if re.match(r"FAILED |ERROR |\++ Timeout|Fatal Python", line)]
+    stacks = [line for line in lines if '  File "' in line and "/site-packages/" not in line]
+    return [*(listed or lines[-LAST_LINES:])[:LAST_LINES], *stacks[-LAST_LINES:]]
 
 
 def columns(counts: dict[str, int]) -> str:

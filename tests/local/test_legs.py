@@ -110,8 +110,9 @@ def test_the_last_line_counts_all_legs_and_the_times_are_kept(tool, tmp_path, ca
     legs = [shell(tool, "a", "python -c 'sum(range(10**6))'"), shell(tool, "b", "false")]
     before, results = tool.kept(), [*run(tool, *legs, most=1).values()]
     tool.summarize(results, 3.0, before)
-    *_, a, b, _, last = capsys.readouterr().out.splitlines()
+    a, b, _, _, problem, last = capsys.readouterr().out.splitlines()[-6:]
     assert last == "1 passed, 1 failed" and a.split()[4:6] == ["7.2", "s"] and b.split()[:2] == ["b", "FAILED"]
+    assert problem == "b: exit status 1"
     assert results[0].cpu_seconds > 0
     tool.keep(results, 3.0, before)
     times = tool.kept()

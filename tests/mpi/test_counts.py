@@ -63,7 +63,7 @@ def run(world, one_call, calls, limit=6):
 
     What is kept for each set of rows, a bounded number of them, grows slower with each call.
     """
-    draw, warm_up = np.random.default_rng(7), max(60, calls // 10)
+    draw, warm_up = np.random.default_rng(7), max(60, calls // 4)
     for call in range(warm_up + calls):
         if call == warm_up:
             before = Footprint(world)
