@@ -57,7 +57,12 @@ def install(engine: Engine) -> None:
         if os.getpid() != process or finalized() or issubclass(args.exc_type, SystemExit):  # it ends only the thread
             thread_hook(args)
         else:
-            _end(engine, args.exc_value, lambda *_: thread_hook(args))
+            _end(engine, args.exc_value, lambda *_: tell(args))
+
+    def tell(args: threading.ExceptHookArgs) -> None:
+        if thread_hook is not threading.__excepthook__:
+            threading.__excepthook__(args)  # a hook that keeps what it gets, as pytest's, has no time to show it
+        thread_hook(args)
 
     def leave() -> None:
         if os.getpid() == process:

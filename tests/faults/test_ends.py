@@ -216,19 +216,22 @@ go_on()
 
 
 def test_in_a_thread_while_all_main_threads_compute(launch):
-    """No rank is inside fompi or MPI."""
+    """No rank is inside fompi or MPI. The hook of the program keeps what it gets, as pytest's does."""
     code = """
+threading.excepthook = [].append
+world = fompi.Communicator()
+
 def work():
     event()
     raise RuntimeError("the original error")
 
 fompi.all_reduce(np.ones(1), comm=world)
-if rank == 1:
+if world.rank == 1:
     threading.Thread(target=work, name="worker").start()
 while True:
     sum(range(1000))
 """
-    ended = launch(3, code)
+    ended = launch(3, code, world=False)
     ended.assert_failed("RuntimeError: the original error")
 
 
