@@ -104,10 +104,14 @@ def test_lists_are_values_or_hold_tensors(world, folder):
     assert (found["s.0.1"], found["l"], found["e"]) == (7, [1, 2.5, "a"], [])
 
 
-def test_a_started_save_has_what_was_there(world, folder, monkeypatch):
-    x = np.full((4, 2), float(world.rank))
-    boxes = Boxes.over((4 * world.size, 2), Shard(0), world.size)
-    saving = fompi.save.start(folder, {"x": (x, boxes)}, comm=world)
+@pytest.mark.parametrize("copies", ["now", "later", "none"])
+def test_a_started_save_has_what_was_there(world, folder, monkeypatch, copies):
+    """Large enough for blocks that the kernel is told of, in an order that is not that of the file."""
+    x = np.full((1000, 2400), float(world.rank)).T
+    boxes = Boxes.over((2400 * world.size, 1000), Shard(0), world.size)
+    saving = fompi.save.start(folder, {"x": (x, boxes)}, comm=world, copies=copies)
+    if copies != "now":
+        saving.copied()
     x[...] = -5
     assert not (folder / "checkpoint.json").exists() or world.rank
     if world.rank == 0:  # a file that takes longer than an agreement may
@@ -117,6 +121,14 @@ def test_a_started_save_has_what_was_there(world, folder, monkeypatch):
     assert (x == world.rank).all()
     with pytest.raises(StateError, match="waited for"):
         saving.wait()
+
+
+def test_a_save_that_waits_copies_nothing(world, folder, monkeypatch):
+    monkeypatch.setattr(checkpoints, "memory", None)
+    write(world, folder)
+    open_checkpoint(folder).check()
+    with pytest.raises(LayoutError, match="copies='never' must be 'now', 'later' or 'none'"):
+        fompi.save.start(folder, {}, comm=world, copies="never")
 
 
 def test_what_differs_between_ranks_is_refused(world, folder):
