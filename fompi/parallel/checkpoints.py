@@ -421,4 +421,4 @@ def reads_of(
         of.sort(key=lambda read: read[0])
         memory = found.mapped(file, [rows for rows, *_ in of])
         for _, part, both, here in of:
-            yield here, found.elements(part, memory, here.dtype)[part.box.slices(both)]
+            yield here, found.elements(part, both, memory, here.dtype)

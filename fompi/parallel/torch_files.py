@@ -13,11 +13,14 @@ import io
 import mmap
 import pickle
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import ZIP_STORED, BadZipFile, ZipFile
+from zipfile import ZIP_STORED, ZipFile
+from zlib import crc32
+
+import numpy as np
 
 from fompi.base.errors import LayoutError
 from fompi.base.layout import itemsize
@@ -34,6 +37,19 @@ STORAGES = {
 """The dtypes of torch's storages, as their classes are named."""
 
 
+class Storage(NamedTuple):
+    """Elements in a file, from byte `begin` on. `crc`: their sum; 0 where torch made none (`set_crc32_options`)."""
+
+    dtype: str
+    begin: int
+    nbytes: int
+    crc: int
+
+    def check(self, memory: mmap.mmap, path: Path) -> None:
+        if self.crc and crc32(memoryview(memory)[self.begin : self.begin + self.nbytes]) != self.crc:
+            raise LayoutError(f"{path}: bytes from {self.begin} on are not those that were written")
+
+
 @dataclass(frozen=True)
 class TensorInFile:
     """A tensor whose first element is byte `begin` of a file. Strides are in elements."""
@@ -42,6 +58,7 @@ class TensorInFile:
     begin: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    storage: Storage
 
 
 class Named:
@@ -63,17 +80,10 @@ class Named:
         """It was a mapping, of which nothing is kept."""
 
 
-class Storage(NamedTuple):
-    """Elements in a file, from byte `begin` on."""
-
-    dtype: str
-    begin: int
-
-
 def _tensor(of: Storage, first: int, shape: Any, strides: Any, *more: Any) -> TensorInFile:
     dtype = next((each for each in more if isinstance(each, str)), of.dtype)  # an untyped storage has none
     begin = of.begin + first * (itemsize(dtype) if dtype in NAMES else 0)
-    return TensorInFile(dtype, begin, tuple(shape), tuple(strides))
+    return TensorInFile(dtype, begin, tuple(shape), tuple(strides), of)
 
 
 KNOWN = {
@@ -88,11 +98,11 @@ KNOWN = {
 
 
 class Reader(pickle.Unpickler):
-    """`begins`: where in the file the elements of each storage are."""
+    """`storages`: where in the file the elements of each storage are."""
 
-    def __init__(self, data: bytes, begins: dict[str, int]):
+    def __init__(self, data: bytes, storages: dict[str, Storage]):
         super().__init__(io.BytesIO(data))
-        self.begins = begins
+        self.storages = storages
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("torch", "torch.storage") and name.endswith("Storage"):
@@ -103,7 +113,7 @@ class Reader(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Storage:
         _, dtype, key, *_ = pid
-        return Storage(dtype, self.begins[key])
+        return self.storages[key]._replace(dtype=dtype)
 
 
 class Window(io.RawIOBase):
@@ -123,21 +133,15 @@ class Window(io.RawIOBase):
         return len(data)
 
 
-def _object(memory: mmap.mmap, begin: int, end: int) -> Any:
-    """What `torch.save` has written to these bytes of a file, with each tensor as a TensorInFile."""
-    begins, data = dict[str, int](), b""
+def members_of(memory: mmap.mmap, begin: int, end: int) -> Iterator[tuple[str, Storage]]:
+    """The names and the bytes of what is in a zip file."""
     with ZipFile(Window(memory, begin, end)) as archive:
-        for record in archive.infolist():
-            _, _, name = record.filename.partition("/")
-            if name == "data.pkl":
-                data = archive.read(record)
-            if name.startswith("data/"):
-                if record.compress_type != ZIP_STORED:
-                    raise LayoutError(f"{record.filename} is compressed")
-                at = begin + record.header_offset  # the header has lengths of its own: torch aligns elements by them
-                lengths = (int.from_bytes(memory[at + i : at + i + 2], "little") for i in (26, 28))
-                begins[name.removeprefix("data/")] = at + 30 + sum(lengths)
-    return Reader(data, begins).load()
+        for entry in archive.infolist():
+            if entry.compress_type != ZIP_STORED:
+                raise LayoutError(f"{entry.filename} is compressed")
+            at = begin + entry.header_offset  # the header has lengths of its own: torch aligns elements by them
+            lengths = (int.from_bytes(memory[at + i : at + i + 2], "little") for i in (26, 28))
+            yield entry.filename.partition("/")[2], Storage("", at + 30 + sum(lengths), entry.file_size, entry.CRC)
 
 
 @dataclass
@@ -148,38 +152,53 @@ class TorchFiles(Checkpoint):
     """
 
     archives: dict[tuple[str, int], int] = field(default_factory=dict)
+    storages: dict[tuple[str, int], Storage] = field(default_factory=dict)
 
     @property
     def has_sums(self) -> bool:
-        return True  # those of the zip files
+        found = (self.members(file, begin, self.mapped(file, [])) for file, begin in self.archives)
+        return all(each.crc or not each.nbytes for of in found for each in of.values())
 
-    def elements(self, part: Part, memory: mmap.mmap, dtype: Any) -> Array:
+    def elements(self, part: Part, box: Box, memory: mmap.mmap, dtype: Any) -> Array:
+        """As of any checkpoint. A sum is that of a whole tensor: it is tested where all of it is read."""
         if (part.file, part.begin) in self.archives:
             found = self.read(part.file, part.begin, memory)
             if not isinstance(found, TensorInFile) or found.shape != part.box.shape:
                 raise LayoutError(f"{self.directory / part.file}: the part {part.box} is not at byte {part.begin}")
-            part = Part(part.file, found.begin, part.box, found.strides)
-        return super().elements(part, memory, dtype)
+            part, storage = Part(part.file, found.begin, part.box, found.strides), found.storage
+        else:
+            storage = self.storages[part.file, part.begin]
+        if box == part.box and storage.nbytes == box.elements * np.dtype(dtype).itemsize:
+            storage.check(memory, self.directory / part.file)
+        return super().elements(part, box, memory, dtype)
 
-    def read(self, file: str, begin: int, memory: mmap.mmap) -> Any:
+    def members(self, file: str, begin: int, memory: mmap.mmap) -> dict[str, Storage]:
         """What is in a zip file. Raises LayoutError if it is none of torch."""
         try:
-            return _object(memory, begin, self.archives[file, begin])
+            return dict(members_of(memory, begin, self.archives[file, begin]))
+        except Exception as error:  # what is no zip file raises anything
+            raise self._unread(file, error) from None
+
+    def read(self, file: str, begin: int, memory: mmap.mmap) -> Any:
+        """The object in a zip file, with each tensor as a TensorInFile. Raises LayoutError if it is none of torch."""
+        members = self.members(file, begin, memory)
+        try:
+            data = members["data.pkl"]
+            data.check(memory, self.directory / file)
+            storages = {name.removeprefix("data/"): each for name, each in members.items()}
+            return Reader(memory[data.begin : data.begin + data.nbytes], storages).load()
         except Exception as error:  # what is no pickle raises anything
-            kind = f"{type(error).__name__}: {error}"
-            raise LayoutError(f"{self.directory / file} is not as torch.save writes it ({kind})") from None
+            raise self._unread(file, error) from None
+
+    def _unread(self, file: str, error: Exception) -> LayoutError:
+        kind = f"{type(error).__name__}: {error}"
+        return LayoutError(f"{self.directory / file} is not as torch.save writes it ({kind})")
 
     def check(self) -> None:
-        for (file, begin), end in self.archives.items():
-            bad = None
+        for file, begin in self.archives:
             with self.mapped(file, []) as memory:
-                try:
-                    with ZipFile(Window(memory, begin, end)) as archive:
-                        bad = archive.testzip()
-                except (BadZipFile, OSError, ValueError, EOFError) as error:
-                    bad = str(error)
-            if bad is not None:
-                raise LayoutError(f"{self.directory / file}: bytes from {begin} on are not those written ({bad})")
+                for each in self.members(file, begin, memory).values():
+                    each.check(memory, self.directory / file)
 
     def enter(self, name: str, value: Any, file: str) -> None:
         """Its tensors and values of JSON, by their names. Objects of other kinds are left out."""
@@ -187,6 +206,7 @@ class TorchFiles(Checkpoint):
             if isinstance(each, TensorInFile):
                 part = Part(file, each.begin, whole(each.shape), each.strides)
                 self.arrays[key] = Stored(each.dtype, each.shape, [part])
+                self.storages[file, each.begin] = each.storage
             elif not isinstance(each, (Named, bytes)):
                 self.values[key] = each
 

@@ -494,7 +494,9 @@ class Touch:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.parametrize("how", ["cut short", "No such file", "are not those written", "is not as torch writes it"])
+@pytest.mark.parametrize(
+    "how", ["cut short", "No such file", "are not those that were written", "is not as torch writes it"]
+)
 def test_broken_directories_of_torch(world, folder, how, capsys):
     if world.rank == 0:
         with pytest.warns(UserWarning, match="single process"):
@@ -508,15 +510,36 @@ def test_broken_directories_of_torch(world, folder, how, capsys):
             metadata = (folder / ".metadata").read_bytes()
             (folder / ".metadata").write_bytes(metadata[:-50])
         else:
-            file.write_bytes(content if how == "are not those written" else content[:-1])
+            file.write_bytes(content if how == "are not those that were written" else content[:-1])
         assert main(["checkpoint", str(folder)]) > 0
         assert how in "".join(capsys.readouterr())
     world.barrier()
     x = torch.zeros(50_000)
-    if how != "are not those written":  # torch's sums are those of whole tensors: only the command tests them
-        with pytest.raises(LayoutError, match=how):
-            fompi.load(folder, {"x": x}, comm=world)
-        assert not x.any()
+    with pytest.raises(LayoutError, match=how):
+        fompi.load(folder, {"x": x}, comm=world)
+    assert not x.any()
+
+
+def test_sums_of_torch_that_are_not_there_or_not_of_what_is_read(world, folder, capsys):
+    torch.serialization.set_crc32_options(world.rank > 0)
+    try:
+        torch.save({"x": torch.arange(6.0), "v": torch.arange(100.0)[:90]}, folder / f"{world.rank}.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    world.barrier()
+    assert main(["checkpoint", str(folder / f"{world.rank}.pt")]) == 0
+    assert ("there are no sums" in capsys.readouterr().out) == (world.rank == 0)
+    content = (folder / "1.pt").read_bytes()
+    if world.rank == 0:  # 5.0 becomes another number
+        (folder / "1.pt").write_bytes(content.replace(np.float32([4, 5]).tobytes(), np.float32([4, 7]).tobytes()))
+    world.barrier()
+    x, v, boxes = torch.zeros(6), torch.zeros(90), Boxes.over((6,), Shard(0), world.size)
+    fompi.load(folder / "0.pt", {"x": x}, comm=world)
+    assert x.tolist() == [*range(6)]
+    with pytest.raises(LayoutError, match="are not those that were written"):
+        fompi.load(folder / "1.pt", {"x": x}, comm=world)
+    fompi.load(folder / "1.pt", {"x": (x[: boxes.arrays[world.rank][0]], boxes), "v": v}, comm=world)  # parts of sums
+    assert v[4:6].tolist() == [4, 7]
 
 
 def test_parts_of_one_tensor_in_several_files_of_the_hub(world, folder):
