@@ -44,9 +44,6 @@ from fompi.tensors import dlpack
 SAMPLED = 1 << 18
 """Of tensors that are the same on all ranks, this many elements are compared, from their begin to their end."""
 
-HANDED = 8 * BLOCK
-"""The bytes of a file that the kernel is told to bring to the disk, while the next ones are written."""
-
 
 class Held:
     """What this rank has of a named array: `boxes`, and an array of each in `views`.
@@ -150,13 +147,9 @@ def _read_state(what: str, state: Any, comm: Communicator, error: Exception | No
 # ------------------------------------------------------------------------------------------------------------- save
 
 
-NOW, LATER, NONE = "now", "later", "none"
-"""When a save copies what it writes."""
-
-
-@partial(Startable, copies=NONE)
+@partial(Startable, copies="none")
 @in_section("save")
-def save(directory: Any, state: Any, *, step: int | None = None, comm: Any = None, copies: str = NOW) -> Saving:
+def save(directory: Any, state: Any, *, step: int | None = None, comm: Any = None, copies: str = "now") -> Saving:
     """Write what the ranks have to a directory: each its own part, and what several have once.
 
         fompi.save("run", {"model": model, "x": (x, Boxes.over((n, k), Shard(0), comm.size)), "epoch": 3}, step=100)
@@ -169,15 +162,15 @@ def save(directory: Any, state: Any, *, step: int | None = None, comm: Any = Non
     there stays whole until all ranks have written all bytes; then one rename puts the new checkpoint in its place.
 
     `copies` of `start`: "now": the state may change when it returns. "later": a thread copies; do not write to the
-    state before `saving.copied()` has returned, which is not collective. "none": there is none, and `copied()` waits
-    for the file of this rank, as `save(...)` itself does. The memory of copies, at most 1 GiB, is kept for later ones.
+    state before `saving.copied()` has returned, which is not collective. "none": then `copied()` waits for the file of
+    this rank, as `save(...)` itself does. The memory of copies, up to 1 GiB, is kept for later ones.
 
     Collective. Raises LayoutError where ranks contradict each other or nobody has some elements, and StateError if a
     rank cannot write, on all ranks.
     """
     group, error = Communicator.of(comm), None
-    if copies not in (NOW, LATER, NONE):
-        error = LayoutError(f"save: {copies=} must be {NOW!r}, {LATER!r} or {NONE!r}")
+    if copies not in ("now", "later", "none"):
+        error = LayoutError(f"save: {copies=} must be 'now', 'later' or 'none'")
     arrays, values = _read_state(f"save, {os.fspath(directory)!r}, {step=}", state, group, error)
     words = {name: each.words() for name, each in arrays.items()}
     values = {name: each.of[each.key] if isinstance(each, Entry) else each for name, each in values.items()}
@@ -250,7 +243,7 @@ class Saving:
         self._error: Exception | None = None
         self._written: tuple[int, list[int]] = 0, []
         self._copied = Event()
-        if copies == NOW:
+        if copies == "now":
             parts = self._copy(parts)
         self._writer: Thread | None = Thread(target=self._write, args=[parts, copies], name="fompi save", daemon=True)
         self._writer.start()
@@ -265,7 +258,7 @@ class Saving:
     def _write(self, parts: Mapping[str, Array], copies: str) -> None:
         """In a thread: the file of this rank."""
         try:
-            if copies == LATER:
+            if copies == "later":
                 parts = self._copy(parts)
             forms = {key: (self._made.arrays[key.rpartition("#")[0]].dtype, part.shape) for key, part in parts.items()}
             self._made.directory.mkdir(parents=True, exist_ok=True)
@@ -306,7 +299,7 @@ def _unwritten(rank: int, path: Path, error: Exception) -> StateError:
 
 def write_file(path: Path, head: bytes, arrays: Iterable[Array]) -> tuple[int, list[int]]:
     """Write a file, and await that the disk has it. Returns its bytes and the sums of its blocks."""
-    nbytes, sums = 0, list[int]()
+    nbytes, sums, handed = 0, list[int](), 8 * BLOCK
     with path.open("wb") as file:
         for piece in chain([np.frombuffer(head, np.uint8)], arrays):
             data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
@@ -317,8 +310,8 @@ def write_file(path: Path, head: bytes, arrays: Iterable[Array]) -> tuple[int, l
                 sums[-1] = crc32(now, sums[-1])
                 nbytes += file.write(now)
                 data = data[len(now) :]
-                if nbytes % HANDED == 0:  # the disk writes it while the next sums are made, and fsync finds little
-                    os.posix_fadvise(file.fileno(), nbytes - HANDED, HANDED, os.POSIX_FADV_DONTNEED)
+                if nbytes % handed == 0:  # the disk writes it while the next sums are made, and fsync finds little
+                    os.posix_fadvise(file.fileno(), nbytes - handed, handed, os.POSIX_FADV_DONTNEED)
         file.flush()
         os.fsync(file.fileno())
     return nbytes, sums
@@ -379,6 +372,7 @@ def load(directory: Any, state: Any, *, comm: Any = None) -> dict[str, Any]:
     arrays, values = _read_state(f"load, checkpoint {found.id}, step {found.step}", state, group, error)
     reads: list[tuple[Array, Array]] = []
     try:
+        found.know([*arrays, *values])
         reads = list(reads_of(found, arrays, values))
     except Exception as refusal:
         error = refusal

@@ -107,6 +107,9 @@ class Checkpoint:
     def has_sums(self) -> bool:
         return bool(self.sums)
 
+    def know(self, names: Iterable[str]) -> None:
+        """Enter what has another name in these files, of `names` that are asked for."""
+
     def mapped(self, file: str, runs: Iterable[tuple[int, int]]) -> mmap.mmap:
         """The memory of a file, of which these runs of bytes will be read, in order. Raises LayoutError by its name."""
         path = self.directory / file

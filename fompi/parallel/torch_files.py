@@ -13,7 +13,7 @@ import io
 import mmap
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,11 +98,11 @@ KNOWN = {
 
 
 class Reader(pickle.Unpickler):
-    """`storages`: where in the file the elements of each storage are."""
+    """`members`: where in the file the elements of each storage are."""
 
-    def __init__(self, data: bytes, storages: dict[str, Storage]):
+    def __init__(self, data: bytes, members: dict[str, Storage]):
         super().__init__(io.BytesIO(data))
-        self.storages = storages
+        self.members = members
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("torch", "torch.storage") and name.endswith("Storage"):
@@ -113,7 +113,7 @@ class Reader(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Storage:
         _, dtype, key, *_ = pid
-        return self.storages[key]._replace(dtype=dtype)
+        return self.members[f"data/{key}"]._replace(dtype=dtype)
 
 
 class Window(io.RawIOBase):
@@ -133,22 +133,15 @@ class Window(io.RawIOBase):
         return len(data)
 
 
-def members_of(memory: mmap.mmap, begin: int, end: int) -> Iterator[tuple[str, Storage]]:
-    """The names and the bytes of what is in a zip file."""
-    with ZipFile(Window(memory, begin, end)) as archive:
-        for entry in archive.infolist():
-            if entry.compress_type != ZIP_STORED:
-                raise LayoutError(f"{entry.filename} is compressed")
-            at = begin + entry.header_offset  # the header has lengths of its own: torch aligns elements by them
-            lengths = (int.from_bytes(memory[at + i : at + i + 2], "little") for i in (26, 28))
-            yield entry.filename.partition("/")[2], Storage("", at + 30 + sum(lengths), entry.file_size, entry.CRC)
+KEPT = {"mean": "exp_avg", "square": "exp_avg_sq", "steps": "step", "momentum": "momentum_buffer"}
+"""What our optimizers keep, as those of torch name it."""
 
 
 @dataclass
 class TorchFiles(Checkpoint):
     """A checkpoint that torch has written. `archives`: (file, its first byte) -> the end of a zip file.
 
-    In a directory each part is the tensor of a zip file. In a file of `torch.save` the place of each tensor is known.
+    In a directory each part is the tensor of a zip file. In a file of `torch.save` each has its bytes in `storages`.
     """
 
     archives: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -172,31 +165,44 @@ class TorchFiles(Checkpoint):
             storage.check(memory, self.directory / part.file)
         return super().elements(part, box, memory, dtype)
 
+    def know(self, names: Iterable[str]) -> None:
+        """What torch's optimizers keep: "optimizer.up.weight.mean" is their "optimizer.state.up.weight.exp_avg"."""
+        for name in names:
+            *path, key = name.split(".")
+            for i in range(len(path) if key in KEPT else 0):
+                if stored := self.arrays.get(".".join([*path[:i], "state", *path[i:], KEPT[key]])):
+                    self.arrays[name], part = stored, stored.parts[0]
+                    if key == "steps":
+                        memory = self.mapped(part.file, [])
+                        self.values[name] = int(self.elements(part, part.box, memory, stored.dtype))
+
     def members(self, file: str, begin: int, memory: mmap.mmap) -> dict[str, Storage]:
-        """What is in a zip file. Raises LayoutError if it is none of torch."""
-        try:
-            return dict(members_of(memory, begin, self.archives[file, begin]))
-        except Exception as error:  # what is no zip file raises anything
-            raise self._unread(file, error) from None
+        """The bytes of what is in a zip file, by its name there. Raises anything if it is none of torch."""
+        found = dict[str, Storage]()
+        with ZipFile(Window(memory, begin, self.archives[file, begin])) as archive:
+            for entry in archive.infolist():
+                if entry.compress_type != ZIP_STORED:
+                    raise LayoutError(f"{entry.filename} is compressed")
+                at = begin + entry.header_offset  # the header has lengths of its own: torch aligns elements by them
+                at += 30 + sum(int.from_bytes(memory[at + i : at + i + 2], "little") for i in (26, 28))
+                found[entry.filename.partition("/")[2]] = Storage("", at, entry.file_size, entry.CRC)
+        return found
 
     def read(self, file: str, begin: int, memory: mmap.mmap) -> Any:
         """The object in a zip file, with each tensor as a TensorInFile. Raises LayoutError if it is none of torch."""
-        members = self.members(file, begin, memory)
         try:
+            members = self.members(file, begin, memory)
             data = members["data.pkl"]
             data.check(memory, self.directory / file)
-            storages = {name.removeprefix("data/"): each for name, each in members.items()}
-            return Reader(memory[data.begin : data.begin + data.nbytes], storages).load()
-        except Exception as error:  # what is no pickle raises anything
-            raise self._unread(file, error) from None
-
-    def _unread(self, file: str, error: Exception) -> LayoutError:
-        kind = f"{type(error).__name__}: {error}"
-        return LayoutError(f"{self.directory / file} is not as torch.save writes it ({kind})")
+            return Reader(memory[data.begin : data.begin + data.nbytes], members).load()
+        except Exception as error:  # what is no zip file and no pickle raises anything
+            kind = f"{type(error).__name__}: {error}"
+            raise LayoutError(f"{self.directory / file} is not as torch.save writes it ({kind})") from None
 
     def check(self) -> None:
         for file, begin in self.archives:
             with self.mapped(file, []) as memory:
+                self.read(file, begin, memory)
                 for each in self.members(file, begin, memory).values():
                     each.check(memory, self.directory / file)
 

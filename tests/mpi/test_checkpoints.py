@@ -26,7 +26,7 @@ from fompi import Box, Boxes, LayoutError, Replicate, ShapeError, Shard, StateEr
 from fompi.cli.main import main
 from fompi.cli.reshard import whole_array
 from fompi.parallel import checkpoints
-from fompi.parallel.data import AdamW, DataParallel
+from fompi.parallel.data import SGD, AdamW, DataParallel
 from fompi.parallel.opened import open_checkpoint
 from fompi.torch import nn
 
@@ -417,6 +417,37 @@ def test_programs_of_dcp_run_as_they_are(world, folder, group):
         assert torch.equal(moment, first_moment[world.rank :: world.size])
         assert found["optimizer.param_groups.0.lr"] == 0.1
     dist.destroy_process_group(beside)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)])
+def test_zero_goes_on_where_an_optimizer_of_torch_was(world, folder, make):
+    """From a directory of dcp that one process has written."""
+
+    def steps(net, call, step):
+        losses = []
+        for _ in range(3):
+            loss = call(torch.ones(2, 6)).square().sum()
+            loss.backward()
+            step()
+            net.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    net = TorchModel()
+    optimizer = make(net.parameters(), lr=1e-2)
+    steps(net, net, optimizer.step)
+    if world.rank == 0:
+        model_state, optimizer_state = get_state_dict(net, optimizer)
+        with pytest.warns(UserWarning, match="single process"):
+            dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder, no_dist=True)
+    world.barrier()
+    expected = steps(net, net, optimizer.step)
+    other, ours = TorchModel(), AdamW(1e-2) if make is torch.optim.AdamW else SGD(1e-2, 0.9)
+    zero = fompi.torch.ZeroDataParallel(other, world, optimizer=ours, zero=2)
+    state = {"model": other, "optimizer": zero.checkpoint_parts()["optimizer"]}
+    fompi.load(folder, state, comm=world)
+    np.testing.assert_allclose(steps(other, zero, zero.step), expected, rtol=1e-5)
+    zero.close()
 
 
 def test_directories_of_dcp_are_written(world, folder, group, capsys):
