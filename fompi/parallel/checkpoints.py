@@ -66,10 +66,12 @@ class Held:
         if place(array) is not None:
             raise TensorError("checkpoints are of tensors on the host: copy those of a device")
         self.is_new = arrays is None and not array.flags.writeable
-        self.array: Array = array.copy() if self.is_new else array
         self.is_alike = shape is None and not of_first
         self.shape = tuple(array.shape if shape is None else shape)
         self.boxes = tuple(boxes) if shape is not None else (whole(array.shape),)
+        self.array: Array = array.copy() if self.is_new else array
+        if arrays is None and [box.shape for box in self.boxes] != [array.shape]:
+            self.array = np.asarray(self.array, order="C")  # boxes lie in it one behind the other
         self.views = views(self.array, self.boxes) if arrays is None else arrays
 
     def words(self) -> dict[str, Any]:
@@ -82,6 +84,8 @@ class Held:
 
     def loaded(self) -> Any:
         """The tensor with what was written to `views`."""
+        if not self.is_new and self.array is not self.borrowed.array:
+            self.borrowed.array[...] = self.array
         dlpack.mark_written(self.tensor)
         return lent(self.array, self.borrowed) if self.is_new else self.tensor
 

@@ -60,6 +60,9 @@ def test_another_layout_another_number_of_ranks_and_padding(world, folder):
         x = np.full(60, 8.0)
         fompi.load(folder, {"a": {"x": (x, padded)}}, comm=world)
         assert (x[[50, 34][world.rank] :] == 8).all()  # padding is no data
+        other, flat = np.full((3, 20), 8.0).T, x.reshape(20, 3)  # the boxes lie in it row by row, whatever its strides
+        fompi.load(folder, {"a": {"x": (other, Boxes(X.shape, padded.of, ((20, 3),) * 2))}}, comm=world)
+        assert np.array_equal(other, flat)
     finally:
         alone.close()
 
