@@ -323,11 +323,14 @@ def test_a_hugging_face_folder_is_read(world, folder):
 
 def test_the_command_line(world, folder, capsys):
     write(world, folder / "run")
+    fompi.save(folder / "empty", {"x": np.ones(3), "y": np.ones((0, 3))}, comm=world)
     if world.rank:
         return
     assert main(["checkpoint", str(folder / "run"), "--arrays"]) == 0
     text = capsys.readouterr().out
     assert "step 4, 2 arrays of 684 B in 2 files of 2 ranks, 1 values" in text and "every byte is as" in text
+    assert main(["reshard", str(folder / "empty"), str(folder / "one")]) == 0
+    assert "2 arrays of 24 B in 1 files" in capsys.readouterr().out
     for more in ([], ["--files", "2"], ["--hf", "--files", "2"]):
         target = folder / "-".join(["to", *more])
         assert main(["reshard", str(folder / "run"), str(target), *more]) == 0
