@@ -82,7 +82,7 @@ Medians, on two cores, MPICH 5.0.2, Python 3.11.7, NumPy 2.4.6.
   `python -m fompi.lab run --hosts 4 --cores 0.4,0.2,0.2,0.1 -- python -m fompi bench unequal --rounds 3`
 - 256 MiB from rows to columns, four hosts, 1 Gbit/s, MPICH, 2026-11-30, `bench reshard`: 1.23 of the wire (asked 1.1),
   to uneven ones 1.08; Alltoallw 0.99 to 1.03, Alltoallv with packing 1.12 to 1.17 times that (asked 1.4). 2 GB saved by
-  four ranks, `bench checkpoints`: 1.21 of plain writing (asked 1.15); a step waits for 0.48 of it, its copy (0.05).
+  four ranks, `bench checkpoints`: 1.1 of plain writing (asked 1.15); a step waits for 0.02 of it (`"now"`: 0.15).
 - Data parallelism with ten buckets of 16 KiB, two hosts, 1 Gbit/s, 2026-11-26: 2.6 ms; 4.1 ms when each bucket agreed
   for itself. [Overhead](inside/overhead.md#small-buckets) has the runs.
 """

@@ -12,10 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from secrets import token_hex
-from threading import Thread
+from threading import Event, Thread
 from time import perf_counter
 from typing import Any
 from zlib import crc32
@@ -29,7 +30,7 @@ from fompi.base.log import log
 from fompi.engine.communicator import Communicator
 from fompi.engine.handshake import agree
 from fompi.ops.operations import all_gather
-from fompi.parallel.arrays import Array, borrow_any, call, lent
+from fompi.parallel.arrays import Array, borrow_any, call, lent, memory
 from fompi.parallel.buckets import MOST_NAMED, detached
 from fompi.parallel.opened import open_checkpoint
 from fompi.parallel.reshard import Startable, views
@@ -65,10 +66,12 @@ class Held:
         if place(array) is not None:
             raise TensorError("checkpoints are of tensors on the host: copy those of a device")
         self.is_new = arrays is None and not array.flags.writeable
-        self.array: Array = array.copy() if self.is_new else array
         self.is_alike = shape is None and not of_first
         self.shape = tuple(array.shape if shape is None else shape)
         self.boxes = tuple(boxes) if shape is not None else (whole(array.shape),)
+        self.array: Array = array.copy() if self.is_new else array
+        if arrays is None and [box.shape for box in self.boxes] != [array.shape]:
+            self.array = np.asarray(self.array, order="C")  # boxes lie in it one behind the other
         self.views = views(self.array, self.boxes) if arrays is None else arrays
 
     def words(self) -> dict[str, Any]:
@@ -81,6 +84,8 @@ class Held:
 
     def loaded(self) -> Any:
         """The tensor with what was written to `views`."""
+        if not self.is_new and self.array is not self.borrowed.array:
+            self.borrowed.array[...] = self.array
         dlpack.mark_written(self.tensor)
         return lent(self.array, self.borrowed) if self.is_new else self.tensor
 
@@ -131,7 +136,7 @@ def held_in(state: Any, rank: int) -> Iterator[tuple[str, Any]]:
     return flattened(state, read=read)
 
 
-def _read_state(what: str, state: Any, comm: Communicator, error: Exception | None = None) -> Any:
+def _read_state(what: str, state: Any, comm: Communicator, error: Exception | None) -> Any:
     """(the arrays, the values) of this rank. All ranks go on with the same words of `what`, or all raise."""
     arrays, values = dict[str, Held](), dict[str, Any]()
     try:
@@ -146,22 +151,31 @@ def _read_state(what: str, state: Any, comm: Communicator, error: Exception | No
 # ------------------------------------------------------------------------------------------------------------- save
 
 
-@Startable
+@partial(Startable, copies="none")
 @in_section("save")
-def save(directory: Any, state: Any, *, step: int | None = None, comm: Any = None) -> Saving:
+def save(directory: Any, state: Any, *, step: int | None = None, comm: Any = None, copies: str = "now") -> Saving:
     """Write what the ranks have to a directory: each its own part, and what several have once.
 
         fompi.save("run", {"model": model, "x": (x, Boxes.over((n, k), Shard(0), comm.size)), "epoch": 3}, step=100)
         saving = fompi.save.start(...)                              # a copy; saving.wait() before the next one
+        saving = fompi.save.start(..., copies="later")              # no copy yet; forward, backward
+        saving.copied()                                             # now it is there: the optimizer may step
 
     `state` is a nested mapping. Its values are modules of torch and `fompi.torch`, `DataParallel`s, pairs of a tensor
     and its `Boxes`, tensors that are the same on all ranks, and values of JSON. Ranks may have different names. What is
     there stays whole until all ranks have written all bytes; then one rename puts the new checkpoint in its place.
+
+    `copies` of `start`: "now": the state may change when it returns. "later": a thread copies; do not write to the
+    state before `saving.copied()` has returned, which is not collective. "none": then `copied()` waits for the file of
+    this rank, as `save(...)` itself does. The memory of copies, up to 1 GiB, is kept for later ones.
+
     Collective. Raises LayoutError where ranks contradict each other or nobody has some elements, and StateError if a
     rank cannot write, on all ranks.
     """
-    group = Communicator.of(comm)
-    arrays, values = _read_state(f"save, {os.fspath(directory)!r}, {step=}", state, group)
+    group, error = Communicator.of(comm), None
+    if copies not in ("now", "later", "none"):
+        error = LayoutError(f"save: {copies=} must be 'now', 'later' or 'none'")
+    arrays, values = _read_state(f"save, {os.fspath(directory)!r}, {step=}", state, group, error)
     words = {name: each.words() for name, each in arrays.items()}
     values = {name: each.of[each.key] if isinstance(each, Entry) else each for name, each in values.items()}
     tables = told({"arrays": words, "values": values, "id": token_hex(8)}, group)
@@ -170,12 +184,12 @@ def save(directory: Any, state: Any, *, step: int | None = None, comm: Any = Non
         for name, value in table["values"].items():
             if json.dumps(known := made.values.setdefault(name, value)) != json.dumps(value):
                 raise LayoutError(f"save: {name!r} is {value!r} on rank {rank}, but {known!r} on another rank")
-    copies = {}
+    parts = {}
     for key, (name, box) in _shares(made, tables)[group.rank].items():
         held = arrays[name]
         number = next(i for i, each in enumerate(held.boxes) if common(each, box) == box)
-        copies[key] = np.array(held.views[number][held.boxes[number].slices(box)])
-    return Saving(made, copies, group)
+        parts[key] = held.views[number][held.boxes[number].slices(box)]
+    return Saving(made, parts, group, copies)
 
 
 def told(table: Any, comm: Communicator) -> list[Any]:
@@ -227,22 +241,40 @@ def file_of(made: Checkpoint, rank: int) -> str:
 class Saving:
     """A checkpoint on its way to the disk. `wait()` ends it; until then the old one is the one that counts."""
 
-    def __init__(self, made: Checkpoint, copies: dict[str, Array], comm: Communicator):
+    def __init__(self, made: Checkpoint, parts: dict[str, Array], comm: Communicator, copies: str):
         self._made, self._comm, self._begun = made, comm, perf_counter()
         self._path = made.directory / file_of(made, comm.rank)
         self._error: Exception | None = None
         self._written: tuple[int, list[int]] = 0, []
-        self._writer: Thread | None = Thread(target=self._write, args=[copies], name="fompi save", daemon=True)
+        self._copied = Event()
+        if copies == "now":
+            parts = self._copy(parts)
+        self._writer: Thread | None = Thread(target=self._write, args=[parts, copies], name="fompi save", daemon=True)
         self._writer.start()
 
-    def _write(self, copies: Mapping[str, Array]) -> None:
+    def _copy(self, parts: Mapping[str, Array]) -> dict[str, Array]:
+        made = {key: memory(self._comm, part.shape, part.dtype, part) for key, part in parts.items()}
+        for key, part in parts.items():
+            made[key][...] = part
+        self._copied.set()
+        return made
+
+    def _write(self, parts: Mapping[str, Array], copies: str) -> None:
         """In a thread: the file of this rank."""
         try:
-            forms = {key: (self._made.arrays[key.rpartition("#")[0]].dtype, copy.shape) for key, copy in copies.items()}
+            if copies == "later":
+                parts = self._copy(parts)
+            forms = {key: (self._made.arrays[key.rpartition("#")[0]].dtype, part.shape) for key, part in parts.items()}
             self._made.directory.mkdir(parents=True, exist_ok=True)
-            self._written = write_file(self._path, header_bytes(forms, self._made.id)[0], copies.values())
+            self._written = write_file(self._path, header_bytes(forms, self._made.id)[0], parts.values())
         except Exception as error:
             self._error = _unwritten(self._comm.rank, self._path, error)
+        finally:
+            self._copied.set()
+
+    def copied(self) -> None:
+        """The state of this rank may change from now on. Not collective. Errors come from `wait()`."""
+        self._copied.wait()
 
     @in_section("save")
     def wait(self) -> None:
@@ -271,7 +303,7 @@ def _unwritten(rank: int, path: Path, error: Exception) -> StateError:
 
 def write_file(path: Path, head: bytes, arrays: Iterable[Array]) -> tuple[int, list[int]]:
     """Write a file, and await that the disk has it. Returns its bytes and the sums of its blocks."""
-    nbytes, sums = 0, list[int]()
+    nbytes, sums, handed = 0, list[int](), 8 * BLOCK
     with path.open("wb") as file:
         for piece in chain([np.frombuffer(head, np.uint8)], arrays):
             data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
@@ -282,6 +314,8 @@ def write_file(path: Path, head: bytes, arrays: Iterable[Array]) -> tuple[int, l
                 sums[-1] = crc32(now, sums[-1])
                 nbytes += file.write(now)
                 data = data[len(now) :]
+                if nbytes % handed == 0:  # the disk writes it while the next sums are made, and fsync finds little
+                    os.posix_fadvise(file.fileno(), nbytes - handed, handed, os.POSIX_FADV_DONTNEED)
         file.flush()
         os.fsync(file.fileno())
     return nbytes, sums
@@ -342,6 +376,7 @@ def load(directory: Any, state: Any, *, comm: Any = None) -> dict[str, Any]:
     arrays, values = _read_state(f"load, checkpoint {found.id}, step {found.step}", state, group, error)
     reads: list[tuple[Array, Array]] = []
     try:
+        found.know([*arrays, *values])
         reads = list(reads_of(found, arrays, values))
     except Exception as refusal:
         error = refusal
@@ -384,4 +419,4 @@ def reads_of(
         of.sort(key=lambda read: read[0])
         memory = found.mapped(file, [rows for rows, *_ in of])
         for _, part, both, here in of:
-            yield here, found.elements(part, memory, here.dtype)[part.box.slices(both)]
+            yield here, found.elements(part, both, memory, here.dtype)

@@ -26,14 +26,14 @@ from fompi.tensors.dlpack import Tensor
 
 
 class Startable:
-    """A function whose call is `start(...).wait()`."""
+    """A function whose call is `start(...).wait()`, with these options."""
 
-    def __init__(self, start: Callable[..., Any]):
-        self.start = start
+    def __init__(self, start: Callable[..., Any], **of_call: Any):
+        self.start, self.of_call = start, of_call
         update_wrapper(self, start)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        return self.start(*args, **options).wait()
+        return self.start(*args, **self.of_call | options).wait()
 
     def __repr__(self) -> str:
         return f"fompi.{self.start.__name__}"

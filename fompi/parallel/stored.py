@@ -107,6 +107,9 @@ class Checkpoint:
     def has_sums(self) -> bool:
         return bool(self.sums)
 
+    def know(self, names: Iterable[str]) -> None:
+        """Enter what has another name in these files, of `names` that are asked for."""
+
     def mapped(self, file: str, runs: Iterable[tuple[int, int]]) -> mmap.mmap:
         """The memory of a file, of which these runs of bytes will be read, in order. Raises LayoutError by its name."""
         path = self.directory / file
@@ -126,10 +129,10 @@ class Checkpoint:
                 raise LayoutError(f"{path}: bytes from {block * BLOCK} on are not those that were written")
         return memory
 
-    def elements(self, part: Part, memory: mmap.mmap, dtype: Any) -> Array:
-        """The box of a part, in the memory of its file."""
+    def elements(self, part: Part, box: Box, memory: mmap.mmap, dtype: Any) -> Array:
+        """The elements of a box in that of a part, in the memory of its file."""
         strides = [n * np.dtype(dtype).itemsize for n in part.strides]
-        return np.ndarray(part.box.shape, dtype, memory, part.begin, strides or None)
+        return np.ndarray(part.box.shape, dtype, memory, part.begin, strides or None)[part.box.slices(box)]
 
     def check(self) -> None:
         """Read every byte. Raises LayoutError for the first file that is not as it was written."""

@@ -13,11 +13,14 @@ import io
 import mmap
 import pickle
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import ZIP_STORED, BadZipFile, ZipFile
+from zipfile import ZIP_STORED, ZipFile
+from zlib import crc32
+
+import numpy as np
 
 from fompi.base.errors import LayoutError
 from fompi.base.layout import itemsize
@@ -34,6 +37,19 @@ STORAGES = {
 """The dtypes of torch's storages, as their classes are named."""
 
 
+class Storage(NamedTuple):
+    """Elements in a file, from byte `begin` on. `crc`: their sum; 0 where torch made none (`set_crc32_options`)."""
+
+    dtype: str
+    begin: int
+    nbytes: int
+    crc: int
+
+    def check(self, memory: mmap.mmap, path: Path) -> None:
+        if self.crc and crc32(memoryview(memory)[self.begin : self.begin + self.nbytes]) != self.crc:
+            raise LayoutError(f"{path}: bytes from {self.begin} on are not those that were written")
+
+
 @dataclass(frozen=True)
 class TensorInFile:
     """A tensor whose first element is byte `begin` of a file. Strides are in elements."""
@@ -42,6 +58,7 @@ class TensorInFile:
     begin: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    storage: Storage
 
 
 class Named:
@@ -63,17 +80,10 @@ class Named:
         """It was a mapping, of which nothing is kept."""
 
 
-class Storage(NamedTuple):
-    """Elements in a file, from byte `begin` on."""
-
-    dtype: str
-    begin: int
-
-
 def _tensor(of: Storage, first: int, shape: Any, strides: Any, *more: Any) -> TensorInFile:
     dtype = next((each for each in more if isinstance(each, str)), of.dtype)  # an untyped storage has none
     begin = of.begin + first * (itemsize(dtype) if dtype in NAMES else 0)
-    return TensorInFile(dtype, begin, tuple(shape), tuple(strides))
+    return TensorInFile(dtype, begin, tuple(shape), tuple(strides), of)
 
 
 KNOWN = {
@@ -88,11 +98,11 @@ KNOWN = {
 
 
 class Reader(pickle.Unpickler):
-    """`begins`: where in the file the elements of each storage are."""
+    """`members`: where in the file the elements of each storage are."""
 
-    def __init__(self, data: bytes, begins: dict[str, int]):
+    def __init__(self, data: bytes, members: dict[str, Storage]):
         super().__init__(io.BytesIO(data))
-        self.begins = begins
+        self.members = members
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("torch", "torch.storage") and name.endswith("Storage"):
@@ -103,7 +113,7 @@ class Reader(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Storage:
         _, dtype, key, *_ = pid
-        return Storage(dtype, self.begins[key])
+        return self.members[f"data/{key}"]._replace(dtype=dtype)
 
 
 class Window(io.RawIOBase):
@@ -123,63 +133,78 @@ class Window(io.RawIOBase):
         return len(data)
 
 
-def _object(memory: mmap.mmap, begin: int, end: int) -> Any:
-    """What `torch.save` has written to these bytes of a file, with each tensor as a TensorInFile."""
-    begins, data = dict[str, int](), b""
-    with ZipFile(Window(memory, begin, end)) as archive:
-        for record in archive.infolist():
-            _, _, name = record.filename.partition("/")
-            if name == "data.pkl":
-                data = archive.read(record)
-            if name.startswith("data/"):
-                if record.compress_type != ZIP_STORED:
-                    raise LayoutError(f"{record.filename} is compressed")
-                at = begin + record.header_offset  # the header has lengths of its own: torch aligns elements by them
-                lengths = (int.from_bytes(memory[at + i : at + i + 2], "little") for i in (26, 28))
-                begins[name.removeprefix("data/")] = at + 30 + sum(lengths)
-    return Reader(data, begins).load()
+KEPT = {"mean": "exp_avg", "square": "exp_avg_sq", "steps": "step", "momentum": "momentum_buffer"}
+"""What our optimizers keep, as those of torch name it."""
 
 
 @dataclass
 class TorchFiles(Checkpoint):
     """A checkpoint that torch has written. `archives`: (file, its first byte) -> the end of a zip file.
 
-    In a directory each part is the tensor of a zip file. In a file of `torch.save` the place of each tensor is known.
+    In a directory each part is the tensor of a zip file. In a file of `torch.save` each has its bytes in `storages`.
     """
 
     archives: dict[tuple[str, int], int] = field(default_factory=dict)
+    storages: dict[tuple[str, int], Storage] = field(default_factory=dict)
 
     @property
     def has_sums(self) -> bool:
-        return True  # those of the zip files
+        found = (self.members(file, begin, self.mapped(file, [])) for file, begin in self.archives)
+        return all(each.crc or not each.nbytes for of in found for each in of.values())
 
-    def elements(self, part: Part, memory: mmap.mmap, dtype: Any) -> Array:
+    def elements(self, part: Part, box: Box, memory: mmap.mmap, dtype: Any) -> Array:
+        """As of any checkpoint. A sum is that of a whole tensor: it is tested where all of it is read."""
         if (part.file, part.begin) in self.archives:
             found = self.read(part.file, part.begin, memory)
             if not isinstance(found, TensorInFile) or found.shape != part.box.shape:
                 raise LayoutError(f"{self.directory / part.file}: the part {part.box} is not at byte {part.begin}")
-            part = Part(part.file, found.begin, part.box, found.strides)
-        return super().elements(part, memory, dtype)
+            part, storage = Part(part.file, found.begin, part.box, found.strides), found.storage
+        else:
+            storage = self.storages[part.file, part.begin]
+        if box == part.box and storage.nbytes == box.elements * np.dtype(dtype).itemsize:
+            storage.check(memory, self.directory / part.file)
+        return super().elements(part, box, memory, dtype)
+
+    def know(self, names: Iterable[str]) -> None:
+        """What torch's optimizers keep: "optimizer.up.weight.mean" is their "optimizer.state.up.weight.exp_avg"."""
+        for name in names:
+            *path, key = name.split(".")
+            for i in range(len(path) if key in KEPT else 0):
+                if stored := self.arrays.get(".".join([*path[:i], "state", *path[i:], KEPT[key]])):
+                    self.arrays[name], part = stored, stored.parts[0]
+                    if key == "steps":
+                        memory = self.mapped(part.file, [])
+                        self.values[name] = int(self.elements(part, part.box, memory, stored.dtype))
+
+    def members(self, file: str, begin: int, memory: mmap.mmap) -> dict[str, Storage]:
+        """The bytes of what is in a zip file, by its name there. Raises anything if it is none of torch."""
+        found = dict[str, Storage]()
+        with ZipFile(Window(memory, begin, self.archives[file, begin])) as archive:
+            for entry in archive.infolist():
+                if entry.compress_type != ZIP_STORED:
+                    raise LayoutError(f"{entry.filename} is compressed")
+                at = begin + entry.header_offset  # the header has lengths of its own: torch aligns elements by them
+                at += 30 + sum(int.from_bytes(memory[at + i : at + i + 2], "little") for i in (26, 28))
+                found[entry.filename.partition("/")[2]] = Storage("", at, entry.file_size, entry.CRC)
+        return found
 
     def read(self, file: str, begin: int, memory: mmap.mmap) -> Any:
-        """What is in a zip file. Raises LayoutError if it is none of torch."""
+        """The object in a zip file, with each tensor as a TensorInFile. Raises LayoutError if it is none of torch."""
         try:
-            return _object(memory, begin, self.archives[file, begin])
-        except Exception as error:  # what is no pickle raises anything
+            members = self.members(file, begin, memory)
+            data = members["data.pkl"]
+            data.check(memory, self.directory / file)
+            return Reader(memory[data.begin : data.begin + data.nbytes], members).load()
+        except Exception as error:  # what is no zip file and no pickle raises anything
             kind = f"{type(error).__name__}: {error}"
             raise LayoutError(f"{self.directory / file} is not as torch.save writes it ({kind})") from None
 
     def check(self) -> None:
-        for (file, begin), end in self.archives.items():
-            bad = None
+        for file, begin in self.archives:
             with self.mapped(file, []) as memory:
-                try:
-                    with ZipFile(Window(memory, begin, end)) as archive:
-                        bad = archive.testzip()
-                except (BadZipFile, OSError, ValueError, EOFError) as error:
-                    bad = str(error)
-            if bad is not None:
-                raise LayoutError(f"{self.directory / file}: bytes from {begin} on are not those written ({bad})")
+                self.read(file, begin, memory)
+                for each in self.members(file, begin, memory).values():
+                    each.check(memory, self.directory / file)
 
     def enter(self, name: str, value: Any, file: str) -> None:
         """Its tensors and values of JSON, by their names. Objects of other kinds are left out."""
@@ -187,6 +212,7 @@ class TorchFiles(Checkpoint):
             if isinstance(each, TensorInFile):
                 part = Part(file, each.begin, whole(each.shape), each.strides)
                 self.arrays[key] = Stored(each.dtype, each.shape, [part])
+                self.storages[file, each.begin] = each.storage
             elif not isinstance(each, (Named, bytes)):
                 self.values[key] = each
 

@@ -69,12 +69,6 @@ class Resharding:
         return [Sizes(pairs=tuple(map(tuple, self.pairs(moves)))) for moves in self.rounds]
 
     @cached_property
-    def beside(self) -> list[list[int]]:
-        """The bytes that each rank sends and receives, round by round: it needs them beside both shards."""
-        tables = map(self.pairs, self.rounds)
-        return [[sum(out) + sum(into) for out, into in zip(t, zip(*t, strict=True), strict=True)] for t in tables]
-
-    @cached_property
     def last_before(self) -> list[int]:
         """For each round the last one that must have ended when it begins, so that no rank needs more than `peak`.
 

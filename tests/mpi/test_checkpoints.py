@@ -26,7 +26,7 @@ from fompi import Box, Boxes, LayoutError, Replicate, ShapeError, Shard, StateEr
 from fompi.cli.main import main
 from fompi.cli.reshard import whole_array
 from fompi.parallel import checkpoints
-from fompi.parallel.data import AdamW, DataParallel
+from fompi.parallel.data import SGD, AdamW, DataParallel
 from fompi.parallel.opened import open_checkpoint
 from fompi.torch import nn
 
@@ -60,6 +60,9 @@ def test_another_layout_another_number_of_ranks_and_padding(world, folder):
         x = np.full(60, 8.0)
         fompi.load(folder, {"a": {"x": (x, padded)}}, comm=world)
         assert (x[[50, 34][world.rank] :] == 8).all()  # padding is no data
+        other, flat = np.full((3, 20), 8.0).T, x.reshape(20, 3)  # the boxes lie in it row by row, whatever its strides
+        fompi.load(folder, {"a": {"x": (other, Boxes(X.shape, padded.of, ((20, 3),) * 2))}}, comm=world)
+        assert np.array_equal(other, flat)
     finally:
         alone.close()
 
@@ -104,10 +107,14 @@ def test_lists_are_values_or_hold_tensors(world, folder):
     assert (found["s.0.1"], found["l"], found["e"]) == (7, [1, 2.5, "a"], [])
 
 
-def test_a_started_save_has_what_was_there(world, folder, monkeypatch):
-    x = np.full((4, 2), float(world.rank))
-    boxes = Boxes.over((4 * world.size, 2), Shard(0), world.size)
-    saving = fompi.save.start(folder, {"x": (x, boxes)}, comm=world)
+@pytest.mark.parametrize("copies", ["now", "later", "none"])
+def test_a_started_save_has_what_was_there(world, folder, monkeypatch, copies):
+    """Large enough for blocks that the kernel is told of, in an order that is not that of the file."""
+    x = np.full((1000, 2400), float(world.rank)).T
+    boxes = Boxes.over((2400 * world.size, 1000), Shard(0), world.size)
+    saving = fompi.save.start(folder, {"x": (x, boxes)}, comm=world, copies=copies)
+    if copies != "now":
+        saving.copied()
     x[...] = -5
     assert not (folder / "checkpoint.json").exists() or world.rank
     if world.rank == 0:  # a file that takes longer than an agreement may
@@ -117,6 +124,14 @@ def test_a_started_save_has_what_was_there(world, folder, monkeypatch):
     assert (x == world.rank).all()
     with pytest.raises(StateError, match="waited for"):
         saving.wait()
+
+
+def test_a_save_that_waits_copies_nothing(world, folder, monkeypatch):
+    monkeypatch.setattr(checkpoints, "memory", None)
+    write(world, folder)
+    open_checkpoint(folder).check()
+    with pytest.raises(LayoutError, match="copies='never' must be 'now', 'later' or 'none'"):
+        fompi.save.start(folder, {}, comm=world, copies="never")
 
 
 def test_what_differs_between_ranks_is_refused(world, folder):
@@ -308,11 +323,14 @@ def test_a_hugging_face_folder_is_read(world, folder):
 
 def test_the_command_line(world, folder, capsys):
     write(world, folder / "run")
+    fompi.save(folder / "empty", {"x": np.ones(3), "y": np.ones((0, 3))}, comm=world)
     if world.rank:
         return
     assert main(["checkpoint", str(folder / "run"), "--arrays"]) == 0
     text = capsys.readouterr().out
     assert "step 4, 2 arrays of 684 B in 2 files of 2 ranks, 1 values" in text and "every byte is as" in text
+    assert main(["reshard", str(folder / "empty"), str(folder / "one")]) == 0
+    assert "2 arrays of 24 B in 1 files" in capsys.readouterr().out
     for more in ([], ["--files", "2"], ["--hf", "--files", "2"]):
         target = folder / "-".join(["to", *more])
         assert main(["reshard", str(folder / "run"), str(target), *more]) == 0
@@ -407,6 +425,37 @@ def test_programs_of_dcp_run_as_they_are(world, folder, group):
     dist.destroy_process_group(beside)
 
 
+@pytest.mark.parametrize("make", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)])
+def test_zero_goes_on_where_an_optimizer_of_torch_was(world, folder, make):
+    """From a directory of dcp that one process has written."""
+
+    def steps(net, call, step):
+        losses = []
+        for _ in range(3):
+            loss = call(torch.ones(2, 6)).square().sum()
+            loss.backward()
+            step()
+            net.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    net = TorchModel()
+    optimizer = make(net.parameters(), lr=1e-2)
+    steps(net, net, optimizer.step)
+    if world.rank == 0:
+        model_state, optimizer_state = get_state_dict(net, optimizer)
+        with pytest.warns(UserWarning, match="single process"):
+            dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder, no_dist=True)
+    world.barrier()
+    expected = steps(net, net, optimizer.step)
+    other, ours = TorchModel(), AdamW(1e-2) if make is torch.optim.AdamW else SGD(1e-2, 0.9)
+    zero = fompi.torch.ZeroDataParallel(other, world, optimizer=ours, zero=2)
+    state = {"model": other, "optimizer": zero.checkpoint_parts()["optimizer"]}
+    fompi.load(folder, state, comm=world)
+    np.testing.assert_allclose(steps(other, zero, zero.step), expected, rtol=1e-5)
+    zero.close()
+
+
 def test_directories_of_dcp_are_written(world, folder, group, capsys):
     """From a checkpoint of ours, in any number of files, for DTensors of any layout."""
     ours, half = OurModel(world), torch.arange(5.0).bfloat16()
@@ -482,7 +531,9 @@ class Touch:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.parametrize("how", ["cut short", "No such file", "are not those written", "is not as torch writes it"])
+@pytest.mark.parametrize(
+    "how", ["cut short", "No such file", "are not those that were written", "is not as torch writes it"]
+)
 def test_broken_directories_of_torch(world, folder, how, capsys):
     if world.rank == 0:
         with pytest.warns(UserWarning, match="single process"):
@@ -496,15 +547,36 @@ def test_broken_directories_of_torch(world, folder, how, capsys):
             metadata = (folder / ".metadata").read_bytes()
             (folder / ".metadata").write_bytes(metadata[:-50])
         else:
-            file.write_bytes(content if how == "are not those written" else content[:-1])
+            file.write_bytes(content if how == "are not those that were written" else content[:-1])
         assert main(["checkpoint", str(folder)]) > 0
         assert how in "".join(capsys.readouterr())
     world.barrier()
     x = torch.zeros(50_000)
-    if how != "are not those written":  # torch's sums are those of whole tensors: only the command tests them
-        with pytest.raises(LayoutError, match=how):
-            fompi.load(folder, {"x": x}, comm=world)
-        assert not x.any()
+    with pytest.raises(LayoutError, match=how):
+        fompi.load(folder, {"x": x}, comm=world)
+    assert not x.any()
+
+
+def test_sums_of_torch_that_are_not_there_or_not_of_what_is_read(world, folder, capsys):
+    torch.serialization.set_crc32_options(world.rank > 0)
+    try:
+        torch.save({"x": torch.arange(6.0), "v": torch.arange(100.0)[:90]}, folder / f"{world.rank}.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    world.barrier()
+    assert main(["checkpoint", str(folder / f"{world.rank}.pt")]) == 0
+    assert ("there are no sums" in capsys.readouterr().out) == (world.rank == 0)
+    content = (folder / "1.pt").read_bytes()
+    if world.rank == 0:  # 5.0 becomes another number
+        (folder / "1.pt").write_bytes(content.replace(np.float32([4, 5]).tobytes(), np.float32([4, 7]).tobytes()))
+    world.barrier()
+    x, v, boxes = torch.zeros(6), torch.zeros(90), Boxes.over((6,), Shard(0), world.size)
+    fompi.load(folder / "0.pt", {"x": x}, comm=world)
+    assert x.tolist() == [*range(6)]
+    with pytest.raises(LayoutError, match="are not those that were written"):
+        fompi.load(folder / "1.pt", {"x": x}, comm=world)
+    fompi.load(folder / "1.pt", {"x": (x[: boxes.arrays[world.rank][0]], boxes), "v": v}, comm=world)  # parts of sums
+    assert v[4:6].tolist() == [4, 7]
 
 
 def test_parts_of_one_tensor_in_several_files_of_the_hub(world, folder):
