@@ -67,6 +67,13 @@ typedef struct { /* the dtype `OP` of fompi.runtime.lower */
     int64_t count;      /* bytes of a message, elements of a kernel */
 } Op;
 
+typedef struct { /* the dtype `BLOCKS` of fompi.runtime.lower: what an op moves, for any rows */
+    int32_t first[3], last[3]; /* of each operand: its first row, and the row behind its last, are starts[first], starts[last] */
+    int32_t size[3];           /* bytes of an element of a kernel; 0: C counts this operand itself */
+    int32_t flags[2];          /* of a message that is small, and of another one */
+    int64_t width[3];          /* bytes of a row */
+} Blocks;
+
 typedef struct {
     PyObject_HEAD
     int (*isend)(const void *, int, Handle, int, int, Handle, void *);
@@ -115,6 +122,9 @@ struct Call {
     int64_t *nbytes; /* of the buffers */
     char **bases, *needs; /* where they are; 1: an op of C uses it */
     int32_t *given, n_given, n_stamped, stamped_every; /* `forms`: what `begin` writes */
+    Blocks *blocks; /* `resize` works on them. NULL: its rows stay as they are */
+    int32_t *ends, n_starts, is_unsized; /* starts[ends[k]] rows are in buffer k; 1: no rows have fit */
+    int64_t *widths, small_nbytes, most_nbytes;
     Handle comm;
     /* the call in flight */
     int32_t tag, unfinished, head, tail, n_ready, n_python, n_timed, n_pending, is_driven;
@@ -886,7 +896,7 @@ static void call_free(PyObject *object) {
     Call *c = (Call *)object;
     if (c->library && c->library->process == getpid()) stay(c);
     void *all[] = {c->ops, c->start_at, c->start_to, c->done_at, c->done_to, c->blockers_at_first, c->first, c->nbytes,
-                   c->bases, c->needs, c->given, c->blockers, c->queue, c->ready, c->python, c->timed, c->dues, c->owners, c->indices, c->finished,
+                   c->bases, c->needs, c->given, c->blocks, c->ends, c->widths, c->blockers, c->queue, c->ready, c->python, c->timed, c->dues, c->owners, c->indices, c->finished,
                    c->requests, c->statuses, c->begun};
     for (size_t k = 0; k < sizeof all / sizeof *all; k++) free(all[k]);
     Py_XDECREF((PyObject *)c->library);
@@ -965,6 +975,10 @@ static int refuse_if_unfinished(const Call *c) {
 }
 
 static int refuse_if_unplaced(const Call *c) {
+    if (c->is_unsized) {
+        PyErr_SetString(PyExc_ValueError, "its rows do not fit");
+        return 1;
+    }
     for (int32_t k = 0; k < c->n_buffers; k++) {
         if (!c->needs[k] || c->bases[k]) continue;
         PyErr_Format(PyExc_ValueError, "buffer %d has no address", (int)k);
@@ -1175,6 +1189,84 @@ static PyObject *call_form(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static int are_blocks(const Call *c) {
+    for (int32_t i = 0; i < c->n_ops; i++)
+        for (int k = 0; k < 3; k++) {
+            const Blocks *b = &c->blocks[i];
+            if (b->first[k] < 0 || b->first[k] > b->last[k] || b->last[k] >= c->n_starts || b->size[k] < 0 || b->width[k] < 0) return 0;
+        }
+    for (int32_t k = 0; k < c->n_buffers; k++)
+        if (c->ends[k] < 0 || c->ends[k] >= c->n_starts || c->widths[k] < 0) return 0;
+    return 1;
+}
+
+static PyObject *call_resizable(PyObject *self, PyObject *args) {
+    Call *c = (Call *)self;
+    PyObject *blocks, *ends, *widths;
+    int32_t n_blocks = 0, n_ends = 0, n_widths = 0;
+    long long small, most;
+    if (!PyArg_ParseTuple(args, "OOOLL", &blocks, &ends, &widths, &small, &most) || refuse_if_unfinished(c)) return NULL;
+    free(c->blocks), free(c->ends), free(c->widths);
+    c->ends = NULL, c->widths = NULL;
+    if ((c->blocks = copied(blocks, sizeof(Blocks), &n_blocks)) == NULL) return NULL;
+    if ((c->ends = copied(ends, sizeof(int32_t), &n_ends)) == NULL) return NULL;
+    if ((c->widths = copied(widths, sizeof(int64_t), &n_widths)) == NULL) return NULL;
+    c->n_starts = 0, c->small_nbytes = small, c->most_nbytes = most;
+    for (int32_t k = 0; k < n_ends; k++) c->n_starts = c->ends[k] < c->n_starts || c->ends[k] == INT32_MAX ? c->n_starts : c->ends[k] + 1;
+    if (n_blocks == c->n_ops && n_ends == c->n_buffers && n_widths == c->n_buffers && are_blocks(c)) Py_RETURN_NONE;
+    free(c->blocks);
+    c->blocks = NULL;
+    PyErr_SetString(PyExc_ValueError, "a block is none of these starts");
+    return NULL;
+}
+
+/* The offsets, the count and the flags of an op for these rows. 0: C does not know such an op. */
+static int resize_op(Call *c, Op *o, const Blocks *b, const int64_t *starts) {
+    int n = o->kind == KERNEL ? 3 : o->kind == SEND || o->kind == RECV ? 1 : 0, is_counted = 0;
+    for (int k = 0; k < n; k++) {
+        int64_t nbytes, rows = starts[b->last[k]] - starts[b->first[k]];
+        if (__builtin_mul_overflow(starts[b->first[k]], b->width[k], &o->offsets[k])) return 0;
+        if (__builtin_mul_overflow(rows, b->width[k], &nbytes)) return 0;
+        if (o->kind == KERNEL && !b->size[k]) continue;
+        int64_t count = o->kind == KERNEL ? nbytes / b->size[k] : nbytes;
+        if (is_counted && count != o->count) return 0;
+        o->count = count;
+        is_counted = 1;
+    }
+    if (o->kind == SEND) o->flags = b->flags[o->count > c->small_nbytes];
+    if (n == 1 && o->count > c->most_nbytes) return 0;
+    return is_op(c, o);
+}
+
+static int resize(Call *c, const int64_t *starts) {
+    for (int32_t k = 0; k < c->n_buffers; k++)
+        if (__builtin_mul_overflow(starts[c->ends[k]], c->widths[k], &c->nbytes[k])) return 0;
+    memset(c->needs, 0, (size_t)c->n_buffers);
+    for (int32_t i = 0; i < c->n_ops; i++) {
+        if (!resize_op(c, &c->ops[i], &c->blocks[i], starts)) return 0;
+        note_needs(c, &c->ops[i]);
+    }
+    return 1;
+}
+
+static PyObject *call_resize(PyObject *self, PyObject *args) {
+    Call *c = (Call *)self;
+    Py_buffer view;
+    PyObject *starts;
+    int is_small, is_long;
+    if (!PyArg_ParseTuple(args, "Opp", &starts, &is_small, &is_long) || refuse_if_unfinished(c)) return NULL;
+    if (PyObject_GetBuffer(starts, &view, PyBUF_SIMPLE) < 0) return NULL;
+    int fits = c->blocks != NULL && view.len == (Py_ssize_t)(c->n_starts * sizeof(int64_t));
+    if (fits) {
+        c->is_small = is_small, c->is_long = is_long;
+        c->is_unsized = !resize(c, view.buf);
+    }
+    PyBuffer_Release(&view);
+    if (fits) return PyBool_FromLong(!c->is_unsized);
+    PyErr_SetString(PyExc_ValueError, "each block has one start");
+    return NULL;
+}
+
 static PyObject *call_run_on(PyObject *self, PyObject *args) {
     Call *c = (Call *)self;
     PyObject *addresses;
@@ -1294,6 +1386,9 @@ static PyMethodDef call_methods[] = {
     {"form", call_form, METH_VARARGS, "form(given, n, nbytes): `run_on` places the buffers of these numbers, and writes "
                                       "the stamp into the last n buffers, once in every `nbytes`."},
     {"run_on", call_run_on, METH_VARARGS, "run_on(tag, seconds, stall, stamp, addresses): `run` on other memory."},
+    {"resizable", call_resizable, METH_VARARGS, "resizable(blocks, ends, widths, small, most): how ops and buffers follow "
+                                                "from the first rows of blocks. A message has at most `most` bytes."},
+    {"resize", call_resize, METH_VARARGS, "resize(starts, is_small, is_long): the next calls have these rows. False: C cannot do that."},
     {"drive", call_drive, METH_VARARGS, "drive(seconds, stall): go on with the call. 0 seconds: one round."},
     {"times", call_times, METH_NOARGS, "When each op began, then when each op ended, as doubles of perf_counter."},
     {"export", call_export, METH_NOARGS, "(blockers, times, [(request, op)]): C goes on with this call no more."},
@@ -1386,6 +1481,7 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "fompi.native._native
 #define NUMBER(name) {#name, name}
 static const struct { const char *name; long value; } numbers[] = { /* for `fompi.native.numbers` */
     {"OP_NBYTES", (long)sizeof(Op)},
+    {"BLOCKS_NBYTES", (long)sizeof(Blocks)},
     NUMBER(SEND), NUMBER(RECV), NUMBER(KERNEL), NUMBER(CHECK), NUMBER(PYTHON),
     NUMBER(SYNCHRONOUS), NUMBER(TESTED), NUMBER(ABSOLUTE), NUMBER(CARRIED), NUMBER(MERGE),
     NUMBER(FINISHED), NUMBER(GOES_ON), NUMBER(STALLED), NUMBER(FAILED), NUMBER(DISAGREES), NUMBER(HAS_KERNELS),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +30,11 @@ OP = np.dtype(
 )
 """`Op` of engine.c."""
 
+BLOCKS = np.dtype(
+    [*((name, "i4", 3) for name in ("first", "last", "size")), ("flags", "i4", 2), ("width", "i8", 3)], align=True
+)
+"""`Blocks` of engine.c."""
+
 KIND = {SEND: number("SEND"), RECV: number("RECV"), COMPUTE: number("KERNEL")}
 CHECK, IN_PYTHON = number("CHECK"), number("PYTHON")
 """The kind of an op that compares two chunks, and goes on if they are equal, and of a kernel that Python runs."""
@@ -44,10 +51,21 @@ MOST_NBYTES = (1 << 31) - 1
 """A message of C has at most this many bytes."""
 
 
+class Rows(NamedTuple):
+    """How a table follows from the numbers of `starts_of`: what `Call.resizable` takes.
+
+    `ends` and `widths`: at which number each buffer ends, and how many bytes its rows have.
+    """
+
+    blocks: Array
+    ends: Array
+    widths: Array
+
+
 class CallTable(NamedTuple):
     """What C needs of a program, for some rows. `buffers` are those of the program, `nbytes` their sizes.
 
-    `unplaced`: those that only kernels of Python use.
+    `unplaced`: those that only kernels of Python use. `rows`: how the table follows from the rows.
     """
 
     ops: Array
@@ -58,6 +76,7 @@ class CallTable(NamedTuple):
     buffers: tuple[str, ...]
     nbytes: Array
     unplaced: frozenset[str] = frozenset()
+    rows: Rows | None = None
 
     @property
     def in_python(self) -> list[int]:
@@ -73,39 +92,40 @@ def table(compiled: Compiled, sized: Sized, most_nbytes: int, kernels: Collectio
     if COLLECTIVE in compiled.kinds:
         return None
     names = tuple(compiled.buffers)
-    index = {name: number for number, name in enumerate(names)}
-    ops = np.zeros(len(compiled.ops), OP)
+    starts, lengths = np.frombuffer(starts_of(compiled, sized), np.int64), [len(_starts(compiled, sized, n)) for n in names]
+    ends = [*accumulate(lengths)]
+    at = {name: (number, end - n) for number, (name, end, n) in enumerate(zip(names, ends, lengths, strict=True))}
+    ops, every = np.zeros(len(compiled.ops), OP), np.zeros(len(compiled.ops), BLOCKS)
     for i, kind in enumerate(compiled.kinds):
-        op = ops[i]
+        op, blocks = ops[i], every[i]
         op["kind"] = KIND[kind]
         operands = _kernel(compiled, i, op, kernels) if kind == COMPUTE else compiled.places(i)
-        if operands is None:
+        is_bytes, counts = kind != COMPUTE or (op["kernel"], op["dtype"]) == (COPY, BYTE), set()
+        for k, (name, start, stop, width) in enumerate(operands or ()):
+            (number, first), buffer = at[name], compiled.buffers[name]
+            width = width if name in sized.starts else 1
+            size = 0 if kind == COMPUTE and buffer.wire else 1 if is_bytes else ITEMSIZE[buffer.dtype]
+            begin, end = starts[[first + start, first + stop]].tolist()
+            op["buffers"][k], op["offsets"][k] = number, begin * width
+            blocks["first"][k], blocks["last"][k] = first + start, first + stop
+            blocks["size"][k], blocks["width"][k] = size, width
+            if size:  # else they are bytes, which C counts itself
+                counts.add((end - begin) * width // size)
+        if operands is None or (kind == COMPUTE and len(counts) > 1):
+            ops[i] = np.zeros((), OP)
             op["kind"], op["flags"] = IN_PYTHON, MERGE * compiled.merges[i]
             continue
-        spans = [_span(compiled, sized, place) for place in operands]
-        op["buffers"][: len(operands)] = [index[place.buffer] for place in operands]
-        op["offsets"][: len(operands)] = [start for start, _ in spans]
-        widths = [1] * len(operands)
-        if kind == COMPUTE and (op["kernel"], op["dtype"]) != (COPY, BYTE):
-            widths = [ITEMSIZE[compiled.buffers[place.buffer].dtype] for place in operands]
-        counts = {
-            (stop - start) // width
-            for (start, stop), width, place in zip(spans, widths, operands, strict=True)
-            if kind != COMPUTE or not compiled.buffers[place.buffer].wire  # bytes, which C counts itself
-        }
-        if kind == COMPUTE:
-            if len(counts) > 1:
-                ops[i] = np.zeros((), OP)
-                op["kind"], op["flags"] = IN_PYTHON, MERGE * compiled.merges[i]
-            else:
-                op["count"] = counts.pop()
-            continue
         op["count"] = nbytes = counts.pop()
+        if kind == COMPUTE:
+            continue
         if len(operands) != 1 or nbytes > min(most_nbytes, MOST_NBYTES):
             return None
         op["peer"], op["number"] = compiled.peers[i], compiled.numbers[i]
         if kind == SEND:
-            op["flags"] = TESTED if nbytes <= EAGER_NBYTES else SYNCHRONOUS * compiled.is_paced
+            blocks["flags"] = TESTED, SYNCHRONOUS * compiled.is_paced
+            op["flags"] = blocks["flags"][int(nbytes > EAGER_NBYTES)]
+    widths = [compiled.buffers[name].row_nbytes if name in sized.starts else 1 for name in names]
+    rows = Rows(every, np.array(ends, np.int32) - 1, np.array(widths, np.int64))
     return CallTable(
         ops,
         _edges(compiled.on_start),
@@ -113,9 +133,24 @@ def table(compiled: Compiled, sized: Sized, most_nbytes: int, kernels: Collectio
         np.array(compiled.blockers, np.int32),
         np.array(compiled.first, np.int32),
         names,
-        np.array([_nbytes(compiled, sized, name) for name in names], np.int64),
+        starts[rows.ends] * rows.widths,
         frozenset(names) - compiled.touched(np.flatnonzero(ops["kind"] != IN_PYTHON).tolist()),
+        rows,
     )
+
+
+def starts_of(compiled: Compiled, sized: Sized) -> array[int]:
+    """The first row of each block of each buffer, and where the last one ends: what `Call.resize` takes."""
+    starts = array("q")
+    for name in compiled.buffers:
+        starts.extend(_starts(compiled, sized, name))
+    return starts
+
+
+def _starts(compiled: Compiled, sized: Sized, name: str) -> Sequence[int]:
+    """Those of one buffer. The rows of a buffer without blocks are its bytes."""
+    starts = sized.starts.get(name)
+    return (0, prod(sized.shapes[name]) * ITEMSIZE[compiled.buffers[name].dtype]) if starts is None else starts
 
 
 HEADERS = ("headers out", "headers in", "headers expected")
@@ -311,18 +346,6 @@ def _kernel(compiled: Compiled, i: int, op: Any, kernels: Collection[str]) -> li
         return None
     op["kernel"], op["dtype"], op["divisor"], op["flags"] = found
     return [*reads * (3 - len(reads)), *writes]
-
-
-def _span(compiled: Compiled, sized: Sized, place: Place) -> tuple[int, int]:
-    """The first byte of a chunk in its buffer, and the byte behind its last."""
-    name, start, stop, width = place
-    if name in sized.starts:
-        return sized.starts[name][start] * width, sized.starts[name][stop] * width
-    return 0, _nbytes(compiled, sized, name)
-
-
-def _nbytes(compiled: Compiled, sized: Sized, name: str) -> int:
-    return int(np.prod(sized.shapes[name], dtype=np.int64)) * ITEMSIZE[compiled.buffers[name].dtype]
 
 
 def _edges(lists: Sequence[Sequence[int]]) -> tuple[Array, Array]:

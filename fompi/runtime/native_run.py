@@ -17,12 +17,12 @@ from fompi.backends.half import storage
 from fompi.backends.numpy import Numpy
 from fompi.engine.communicator import Communicator
 from fompi.engine.engine import Engine
-from fompi.engine.in_flight import FINISHED, GOES_ON, HAS_KERNELS, STALLED
+from fompi.engine.in_flight import EAGER_NBYTES, FINISHED, GOES_ON, HAS_KERNELS, STALLED
 from fompi.engine.tasks import Task
 from fompi.mpi.transport import start_mpi
 from fompi.runtime.compiled import Compiled, Sized
 from fompi.runtime.given import array_at
-from fompi.runtime.lower import CallTable, table
+from fompi.runtime.lower import MOST_NBYTES, CallTable, starts_of, table
 from fompi.runtime.program import Run
 
 if TYPE_CHECKING:
@@ -281,7 +281,16 @@ def native_call(
     if library is None or comm.size == 1 or comm.urgency is not None or not is_for_c(backend):
         return None
     made = table(compiled, sized, comm.most_nbytes, kernels)
-    return None if made is None else NativeCall(made_call(library, made, comm, compiled, sized), made.unplaced)
+    if made is None or made.rows is None:
+        return None
+    call = made_call(library, made, comm, compiled, sized)
+    call.resizable(made.rows.blocks.view(np.uint8), made.rows.ends, made.rows.widths, EAGER_NBYTES, min(comm.most_nbytes, MOST_NBYTES))
+    return NativeCall(call, made.unplaced)
+
+
+def resized(call: Call, compiled: Compiled, sized: Sized) -> bool:
+    """Let the next calls have these rows. False: C cannot do that."""
+    return call.resize(starts_of(compiled, sized), compiled.is_small(sized), compiled.is_long(sized))
 
 
 def made_call(library: Any, made: CallTable, comm: Communicator, compiled: Compiled, sized: Sized) -> Call:
