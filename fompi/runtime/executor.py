@@ -34,6 +34,7 @@ from fompi.runtime.native_run import (
     drive_in_c,
     finished_run,
     native_call,
+    resized,
     seconds_in_c,
     taken_over,
 )
@@ -117,7 +118,7 @@ class Executor(BoundPlan):
         made = native_call(self.compiled, sized, self.comm, self.backend, self.kernels or ())
         if made is None:
             return None
-        self._unplaced = made.unplaced
+        self._unplaced, self._sizes_in_c = made.unplaced, self.plan.sizes
         self._bound_bases = self._bases(self._arrays)
         return made.call
 
@@ -148,19 +149,19 @@ class Executor(BoundPlan):
     ) -> bool:
         """Begin a call in C, with the engine locked. If it is not finished there, it is `_run` now.
 
-        False: it must run in Python, because it has other rows. `unready`: as in `Run.start`. `mark`: its label.
+        False: it must run in Python. `unready`: as in `Run.start`. `mark`: its label.
         """
         call, comm = self._in_c, self.comm
         engine, channel = comm.engine, comm.channel
         bases = self._bound_bases if given is None else given.on.bases
-        if call is None or bases is None or self._sizes is not self.plan.sizes:
+        if call is None or bases is None:
             return False
         if unready and not all(unready.values()):  # C would not know that a block is not ready which no op reads
             return False
         self._noted = None
         if engine.report is not None or comm.recording is not None:
             self._noted = comm.recording, self._extents
-        if channel.failures or channel.lost is not None:
+        if channel.failures or channel.lost is not None or not self._fits_in_c():
             return False
         if bases is not self._placed:
             call.place(bases)
@@ -170,7 +171,7 @@ class Executor(BoundPlan):
         comm.note_start(self.compiled.title, stamp)
         self._run, self._in_c_at, is_finished = None, (stamp, slot), False
         if mark is not None:
-            channel.mark(stamp, mark[0])
+            channel.mark(stamp, mark[0], None if self._sizes is self.plan.sizes else self._sizes)
         seconds = IN_C_SECONDS if waits and engine.is_all_in_c else seconds_in_c(engine, waits, self._is_small)
         try:
             if unready:
@@ -188,6 +189,13 @@ class Executor(BoundPlan):
             else:
                 self._arrived()
         return True
+
+    def _fits_in_c(self) -> bool:
+        """Let the call in C have the rows in use. False: it cannot."""
+        if self._sizes is not self._sizes_in_c:
+            sized = self.compiled.sized(self._extents)
+            self._sizes_in_c = self._sizes if resized(self._in_c, self.compiled, sized) else None
+        return self._sizes_in_c is not None
 
     def _flies(
         self,
