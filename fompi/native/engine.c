@@ -67,8 +67,9 @@ typedef struct { /* the dtype `OP` of fompi.runtime.lower */
     int64_t count;      /* bytes of a message, elements of a kernel */
 } Op;
 
-typedef struct { /* the dtype `BLOCKS` of fompi.runtime.lower: what an op moves, for any rows */
-    int32_t first[3], last[3]; /* of each operand: its first row, and the row behind its last, are starts[first], starts[last] */
+typedef struct { /* the dtype `BLOCKS` of fompi.runtime.lower: what an op moves, for any rows; of a buffer: its rows */
+    int32_t first[3], last[3]; /* of each operand: its first row, and the row behind its last, are starts[first], starts[last].
+                                  -1: the operand stays as it is. A buffer has starts[first[0]] rows */
     int32_t size[3];           /* bytes of an element of a kernel; 0: C counts this operand itself */
     int32_t flags[2];          /* of a message that is small, and of another one */
     int64_t width[3];          /* bytes of a row */
@@ -122,9 +123,9 @@ struct Call {
     int64_t *nbytes; /* of the buffers */
     char **bases, *needs; /* where they are; 1: an op of C uses it */
     int32_t *given, n_given, n_stamped, stamped_every; /* `forms`: what `begin` writes */
-    Blocks *blocks; /* `resize` works on them. NULL: its rows stay as they are */
-    int32_t *ends, n_starts, is_unsized; /* starts[ends[k]] rows are in buffer k; 1: no rows have fit */
-    int64_t *widths, small_nbytes, most_nbytes;
+    Blocks *blocks; /* of the ops, then of the buffers. NULL: its rows stay as they are */
+    int32_t n_starts, is_unsized, rows_op; /* 1: no rows have fit; the kernel of Python that is `sized`, or -1 */
+    int64_t small_nbytes, most_nbytes;
     Handle comm;
     /* the call in flight */
     int32_t tag, unfinished, head, tail, n_ready, n_python, n_timed, n_pending, is_driven;
@@ -454,6 +455,9 @@ static void rest(Call *c, long times) {
     lock(c->library);
 }
 
+/* 1: only `sized` goes on with the call, at once. */
+static int awaits_rows(const Call *c) { return c->rows_op >= 0 && c->unfinished && c->n_python && c->python[0] == c->rows_op; }
+
 /* Drives the call for `seconds`, or until it has made no progress for `stall` seconds. 0 seconds: one round.
  *
  * It ends early if Python has something to do. Other calls in flight go on meanwhile. If the call has not ended, it is in
@@ -500,7 +504,7 @@ static int drive(Call *c, double seconds, double stall) {
     if (state == FINISHED || state == FAILED || state == DISAGREES) {
         land(c);
         tell(mpi); /* Python polls no more for this call, and there may be news of others */
-    } else {
+    } else if (!awaits_rows(c)) {
         depart(c);
         mpi->program = c->spins ? (pid_t)syscall(SYS_gettid) : 0;
     }
@@ -896,7 +900,7 @@ static void call_free(PyObject *object) {
     Call *c = (Call *)object;
     if (c->library && c->library->process == getpid()) stay(c);
     void *all[] = {c->ops, c->start_at, c->start_to, c->done_at, c->done_to, c->blockers_at_first, c->first, c->nbytes,
-                   c->bases, c->needs, c->given, c->blocks, c->ends, c->widths, c->blockers, c->queue, c->ready, c->python, c->timed, c->dues, c->owners, c->indices, c->finished,
+                   c->bases, c->needs, c->given, c->blocks, c->blockers, c->queue, c->ready, c->python, c->timed, c->dues, c->owners, c->indices, c->finished,
                    c->requests, c->statuses, c->begun};
     for (size_t k = 0; k < sizeof all / sizeof *all; k++) free(all[k]);
     Py_XDECREF((PyObject *)c->library);
@@ -922,6 +926,7 @@ static PyObject *call_new(PyTypeObject *type, PyObject *args, PyObject *options)
     c->spins = spins;
     c->is_long = is_long;
     c->forwards = forwards;
+    c->rows_op = -1;
     int32_t **lists[] = {&c->start_at, &c->start_to, &c->done_at, &c->done_to};
     if ((c->ops = copied(ops, sizeof(Op), &c->n_ops)) == NULL) goto failed;
     for (int k = 0; k < 4; k++)
@@ -1010,6 +1015,7 @@ static void reset(Call *c, int tag) {
     c->head = c->n_ready = c->n_python = c->n_timed = c->n_taken = c->has_news = c->n_pending = c->error = c->disagrees = 0;
     c->tail = c->n_first;
     c->unfinished = c->n_ops;
+    if (c->rows_op >= 0) c->is_long = 0; /* its rows are unknown */
     c->tag = tag;
     c->started = c->moved_at = now();
 }
@@ -1189,31 +1195,37 @@ static PyObject *call_form(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static int are_blocks(const Call *c) {
+/* Notes how many starts there are. 0: a block is none. */
+static int are_blocks(Call *c) {
+    c->n_starts = 0;
+    for (int32_t k = 0; k < c->n_buffers; k++) {
+        int32_t end = c->blocks[c->n_ops + k].first[0];
+        if (end < -1 || end == INT32_MAX || c->blocks[c->n_ops + k].width[0] < 0) return 0;
+        if (end >= c->n_starts) c->n_starts = end + 1;
+    }
     for (int32_t i = 0; i < c->n_ops; i++)
         for (int k = 0; k < 3; k++) {
             const Blocks *b = &c->blocks[i];
-            if (b->first[k] < 0 || b->first[k] > b->last[k] || b->last[k] >= c->n_starts || b->size[k] < 0 || b->width[k] < 0) return 0;
+            if (b->first[k] < -1 || b->first[k] > b->last[k] || b->last[k] >= c->n_starts || b->size[k] < 0 || b->width[k] < 0)
+                return 0;
         }
-    for (int32_t k = 0; k < c->n_buffers; k++)
-        if (c->ends[k] < 0 || c->ends[k] >= c->n_starts || c->widths[k] < 0) return 0;
     return 1;
 }
 
 static PyObject *call_resizable(PyObject *self, PyObject *args) {
     Call *c = (Call *)self;
-    PyObject *blocks, *ends, *widths;
-    int32_t n_blocks = 0, n_ends = 0, n_widths = 0;
+    PyObject *blocks;
+    int32_t n;
     long long small, most;
-    if (!PyArg_ParseTuple(args, "OOOLL", &blocks, &ends, &widths, &small, &most) || refuse_if_unfinished(c)) return NULL;
-    free(c->blocks), free(c->ends), free(c->widths);
-    c->ends = NULL, c->widths = NULL;
-    if ((c->blocks = copied(blocks, sizeof(Blocks), &n_blocks)) == NULL) return NULL;
-    if ((c->ends = copied(ends, sizeof(int32_t), &n_ends)) == NULL) return NULL;
-    if ((c->widths = copied(widths, sizeof(int64_t), &n_widths)) == NULL) return NULL;
-    c->n_starts = 0, c->small_nbytes = small, c->most_nbytes = most;
-    for (int32_t k = 0; k < n_ends; k++) c->n_starts = c->ends[k] < c->n_starts || c->ends[k] == INT32_MAX ? c->n_starts : c->ends[k] + 1;
-    if (n_blocks == c->n_ops && n_ends == c->n_buffers && n_widths == c->n_buffers && are_blocks(c)) Py_RETURN_NONE;
+    int rows_op = -1;
+    if (!PyArg_ParseTuple(args, "OLL|i", &blocks, &small, &most, &rows_op) || refuse_if_unfinished(c)) return NULL;
+    free(c->blocks);
+    if ((c->blocks = copied(blocks, sizeof(Blocks), &n)) == NULL) return NULL;
+    c->small_nbytes = small, c->most_nbytes = most;
+    if (n == c->n_ops + c->n_buffers && are_blocks(c) && rows_op < c->n_ops) {
+        c->rows_op = rows_op;
+        Py_RETURN_NONE;
+    }
     free(c->blocks);
     c->blocks = NULL;
     PyErr_SetString(PyExc_ValueError, "a block is none of these starts");
@@ -1221,26 +1233,27 @@ static PyObject *call_resizable(PyObject *self, PyObject *args) {
 }
 
 /* The offsets, the count and the flags of an op for these rows. 0: C does not know such an op. */
-static int resize_op(Call *c, Op *o, const Blocks *b, const int64_t *starts) {
+static int resize_op(const Call *c, Op *o, const Blocks *b, const int64_t *starts) {
     int n = o->kind == KERNEL ? 3 : o->kind == SEND || o->kind == RECV ? 1 : 0, is_counted = 0;
     for (int k = 0; k < n; k++) {
-        int64_t nbytes, rows = starts[b->last[k]] - starts[b->first[k]];
+        int64_t nbytes;
+        if (b->first[k] < 0) continue;
         if (__builtin_mul_overflow(starts[b->first[k]], b->width[k], &o->offsets[k])) return 0;
-        if (__builtin_mul_overflow(rows, b->width[k], &nbytes)) return 0;
-        if (o->kind == KERNEL && !b->size[k]) continue;
-        int64_t count = o->kind == KERNEL ? nbytes / b->size[k] : nbytes;
-        if (is_counted && count != o->count) return 0;
-        o->count = count;
+        if (__builtin_mul_overflow(starts[b->last[k]] - starts[b->first[k]], b->width[k], &nbytes)) return 0;
+        if (!b->size[k]) continue;
+        if (is_counted && nbytes / b->size[k] != o->count) return 0;
+        o->count = nbytes / b->size[k];
         is_counted = 1;
     }
-    if (o->kind == SEND) o->flags = b->flags[o->count > c->small_nbytes];
-    if (n == 1 && o->count > c->most_nbytes) return 0;
-    return is_op(c, o);
+    if (is_counted && o->kind == SEND) o->flags = b->flags[o->count > c->small_nbytes];
+    return (n != 1 || o->count <= c->most_nbytes) && is_op(c, o);
 }
 
 static int resize(Call *c, const int64_t *starts) {
+    const Blocks *of_buffers = c->blocks + c->n_ops;
     for (int32_t k = 0; k < c->n_buffers; k++)
-        if (__builtin_mul_overflow(starts[c->ends[k]], c->widths[k], &c->nbytes[k])) return 0;
+        if (of_buffers[k].first[0] >= 0 && __builtin_mul_overflow(starts[of_buffers[k].first[0]], of_buffers[k].width[0], &c->nbytes[k]))
+            return 0;
     memset(c->needs, 0, (size_t)c->n_buffers);
     for (int32_t i = 0; i < c->n_ops; i++) {
         if (!resize_op(c, &c->ops[i], &c->blocks[i], starts)) return 0;
@@ -1249,22 +1262,40 @@ static int resize(Call *c, const int64_t *starts) {
     return 1;
 }
 
+/* `is_unsized` says whether the rows fit. 0: an error is set. */
+static int resized(Call *c, PyObject *starts, int is_small, int is_long) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(starts, &view, PyBUF_SIMPLE) < 0) return 0;
+    int is_right = c->blocks != NULL && view.len == (Py_ssize_t)(c->n_starts * sizeof(int64_t));
+    if (is_right) {
+        c->is_small = is_small, c->is_long = is_long;
+        c->is_unsized = !resize(c, view.buf);
+    } else {
+        PyErr_SetString(PyExc_ValueError, "each block has one start");
+    }
+    PyBuffer_Release(&view);
+    return is_right;
+}
+
 static PyObject *call_resize(PyObject *self, PyObject *args) {
     Call *c = (Call *)self;
-    Py_buffer view;
     PyObject *starts;
     int is_small, is_long;
     if (!PyArg_ParseTuple(args, "Opp", &starts, &is_small, &is_long) || refuse_if_unfinished(c)) return NULL;
-    if (PyObject_GetBuffer(starts, &view, PyBUF_SIMPLE) < 0) return NULL;
-    int fits = c->blocks != NULL && view.len == (Py_ssize_t)(c->n_starts * sizeof(int64_t));
-    if (fits) {
-        c->is_small = is_small, c->is_long = is_long;
-        c->is_unsized = !resize(c, view.buf);
+    return resized(c, starts, is_small, is_long) ? PyBool_FromLong(!c->is_unsized) : NULL;
+}
+
+/* Where the buffers of `form` are. 0: an error is set. */
+static int place_given(Call *c, PyObject *addresses) {
+    if (PyTuple_Size(addresses) != c->n_given) {
+        PyErr_SetString(PyExc_ValueError, "each given buffer has one address");
+        return 0;
     }
-    PyBuffer_Release(&view);
-    if (fits) return PyBool_FromLong(!c->is_unsized);
-    PyErr_SetString(PyExc_ValueError, "each block has one start");
-    return NULL;
+    for (int32_t k = 0; k < c->n_given; k++) {
+        c->bases[c->given[k]] = (char *)PyLong_AsVoidPtr(PyTuple_GetItem(addresses, k));
+        if (PyErr_Occurred()) return 0;
+    }
+    return 1;
 }
 
 static PyObject *call_run_on(PyObject *self, PyObject *args) {
@@ -1274,20 +1305,31 @@ static PyObject *call_run_on(PyObject *self, PyObject *args) {
     long long stamp;
     int tag;
     if (!PyArg_ParseTuple(args, "iddLO!", &tag, &seconds, &stall, &stamp, &PyTuple_Type, &addresses)) return NULL;
-    if (refuse_if_unfinished(c)) return NULL;
-    if (PyTuple_Size(addresses) != c->n_given) {
-        PyErr_SetString(PyExc_ValueError, "each given buffer has one address");
-        return NULL;
-    }
-    for (int32_t k = 0; k < c->n_given; k++) {
-        c->bases[c->given[k]] = (char *)PyLong_AsVoidPtr(PyTuple_GetItem(addresses, k));
-        if (PyErr_Occurred()) return NULL;
-    }
-    if (refuse_if_unplaced(c)) return NULL;
+    if (refuse_if_unfinished(c) || !place_given(c, addresses) || (c->rows_op < 0 && refuse_if_unplaced(c))) return NULL;
     for (int k = 1; k <= c->n_stamped; k++)
         for (int64_t at = 0; at < c->nbytes[c->n_buffers - k]; at += c->stamped_every)
             memcpy(c->bases[c->n_buffers - k] + at, &stamp, sizeof(int64_t));
     return driven(c, &tag, NULL, 0, seconds, stall);
+}
+
+static PyObject *call_sized(PyObject *self, PyObject *args) {
+    Call *c = (Call *)self;
+    PyObject *starts, *addresses;
+    double seconds, stall;
+    int is_small, is_long;
+    if (!PyArg_ParseTuple(args, "OppO!dd", &starts, &is_small, &is_long, &PyTuple_Type, &addresses, &seconds, &stall)) return NULL;
+    if (refuse_if_driven(c)) return NULL;
+    if (!awaits_rows(c)) {
+        PyErr_SetString(PyExc_RuntimeError, "the call does not wait for its rows");
+        return NULL;
+    }
+    if (!resized(c, starts, is_small, is_long) || !place_given(c, addresses)) return NULL;
+    if (c->is_unsized) return PyLong_FromLong(HAS_KERNELS);
+    if (refuse_if_unplaced(c)) return NULL;
+    c->n_python = 0;
+    c->begun[c->rows_op] = now();
+    complete(c, c->rows_op); /* it is not in flight: no other thread knows it */
+    return driven(c, NULL, NULL, 0, seconds, stall);
 }
 
 static PyObject *call_drive(PyObject *self, PyObject *args) {
@@ -1386,9 +1428,11 @@ static PyMethodDef call_methods[] = {
     {"form", call_form, METH_VARARGS, "form(given, n, nbytes): `run_on` places the buffers of these numbers, and writes "
                                       "the stamp into the last n buffers, once in every `nbytes`."},
     {"run_on", call_run_on, METH_VARARGS, "run_on(tag, seconds, stall, stamp, addresses): `run` on other memory."},
-    {"resizable", call_resizable, METH_VARARGS, "resizable(blocks, ends, widths, small, most): how ops and buffers follow "
-                                                "from the first rows of blocks. A message has at most `most` bytes."},
+    {"resizable", call_resizable, METH_VARARGS, "resizable(blocks, small, most): how ops, then buffers, follow from the first "
+                                                "rows of blocks. A message has at most `most` bytes. A fourth number is the op that is `sized`."},
     {"resize", call_resize, METH_VARARGS, "resize(starts, is_small, is_long): the next calls have these rows. False: C cannot do that."},
+    {"sized", call_sized, METH_VARARGS, "sized(starts, is_small, is_long, addresses, seconds, stall): the call that waits for its "
+                                        "rows has these, on memory as in `run_on`. Returns the state: HAS_KERNELS if C cannot do that."},
     {"drive", call_drive, METH_VARARGS, "drive(seconds, stall): go on with the call. 0 seconds: one round."},
     {"times", call_times, METH_NOARGS, "When each op began, then when each op ended, as doubles of perf_counter."},
     {"export", call_export, METH_NOARGS, "(blockers, times, [(request, op)]): C goes on with this call no more."},

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable, Mapping, Sequence
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,8 @@ def known_call(name: str, args: Sequence[Any], options: Mapping[str, Any], compa
     """
     if default_device() is not None:
         return None
+    if options.get("counts") is not None:
+        return _with_counts(name, args, options)
     tensors, addresses, out, out_at = tuple(args), (), None, 0  # type: tuple[Any, ...], tuple[int, ...], Any, int
     rest: list[Any] = []
     for x in tensors:
@@ -79,6 +82,21 @@ def known_call(name: str, args: Sequence[Any], options: Mapping[str, Any], compa
                 rest += [option, form]
                 tensors, addresses = (*tensors, value), (*addresses, at)
     return KnownCall((name, compared, *rest), tensors, addresses, out, out_at)
+
+
+def _with_counts(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> KnownCall | None:
+    """The key of an all-to-all of a tensor with counts for its first dimension."""
+    place: Any = place_of(args[0]) if len(args) == 1 else None
+    if name != "all_to_all" or place is None or not {*options} <= {"counts", "comm"}:
+        return None
+    (dtype, shape, writeable), at = place
+    try:
+        counts = tuple(map(index, options["counts"]))
+    except TypeError:
+        return None
+    if not shape or min(counts, default=-1) < 0 or sum(counts) != shape[0]:
+        return None
+    return KnownCall((name, "counts", dtype, shape[1:], writeable), tuple(args), (at,), None, 0, counts)
 
 
 class Shortcuts:

@@ -11,7 +11,7 @@ call, as if it had begun it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from math import prod
 from operator import itemgetter
 from time import perf_counter
@@ -23,15 +23,26 @@ import numpy as np
 from fompi.base.errors import WaitTimeout
 from fompi.base.layout import CARRIERS, ITEMSIZE, Extents, Slices
 from fompi.engine.communicator import Communicator
-from fompi.engine.handshake import HEADER_NBYTES, Agreement, carried, packet_nbytes, presumption
-from fompi.engine.in_flight import FINISHED
+from fompi.engine.handshake import (
+    HEADER_NBYTES,
+    HINT_BITS,
+    ROWS_BITS,
+    Agreement,
+    carried,
+    packet_nbytes,
+    presumption,
+)
+from fompi.engine.in_flight import FINISHED, HAS_KERNELS
 from fompi.engine.tasks import DONE, HANDSHAKE, CallInFlight, Sent, Task
-from fompi.ops.arguments import Arguments, LocalCall, names_of
+from fompi.ops.arguments import MOST_ROWS, Arguments, LocalCall, names_of
+from fompi.planner.choose import encode_rows
 from fompi.plans.plan import MESSAGE_BITS
+from fompi.plans.rows import extents_of
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.given import MOST_KNOWN, address_of
-from fompi.runtime.lower import Agreed, Headers, table, with_agreement
+from fompi.runtime.lower import Agreed, Headers, starts_of, table, with_agreement
 from fompi.runtime.native_run import (
+    IN_C_SECONDS,
     NO_KERNELS,
     STALL_SECONDS,
     InC,
@@ -101,6 +112,7 @@ class KnownCall(NamedTuple):
     addresses: tuple[int, ...]
     out: Any
     out_at: int
+    counts: tuple[int, ...] | None = None  # of an all-to-all: they are not in the key, nor are the rows of x
 
 
 class Lowered(NamedTuple):
@@ -136,6 +148,9 @@ class Memory:
         self.call.place(self.bases)
         self.call.form(np.array([*ticket.given.values()], np.int32), len(self.headers), packet)
         self.kernels: dict[tuple[int, ...], PythonKernels] = {}  # by the addresses of the other buffers
+        self.sized, self.extents, self.is_sized = ticket.sized, ticket.extents, True
+        self.counts: Sequence[int] = ()  # of a call whose rows differ
+        self.addresses: tuple[int, ...] = ()  # of its buffers, with that of its result
 
 
 class Ticket:
@@ -147,7 +162,7 @@ class Ticket:
     used = False  # True if a call was made by it since the cache has looked
     is_dropped = False  # True: calls of its form run in Python
     is_worked_out = False
-    last_stamp = 0
+    last_stamp = compared = 0  # `compared`: as in `lower.Headers`
 
     def __init__(
         self,
@@ -207,7 +222,7 @@ class Ticket:
         own, expected = (np.frombuffer(each, np.int64).reshape(comm.size, -1).copy() for each in self._headers)
         carries = self.is_small and program.plan.problem.moves != "all_to_all"  # else headers differ between receivers
         presumed = presumption(expected.tolist()) if carries else 0
-        headers = Headers(HEADER_NBYTES, packet_nbytes(comm.size), HANDSHAKE, presumed)
+        headers = Headers(HEADER_NBYTES, packet_nbytes(comm.size), HANDSHAKE, presumed, self.compared)
         agreed = with_agreement(plan, comm.rank, comm.size, headers, in_place)
         own[:, -1] = agreed.carries
         unplaced = plan.unplaced - ({"x", "y"} if in_place else set())
@@ -243,7 +258,7 @@ class Ticket:
 
     def learn(self, arguments: Arguments, local: LocalCall) -> None:
         """Let calls like this one find the ticket by their key, if it says all that they need."""
-        if self._is_said_by(arguments.known, arguments, local):
+        if arguments.known.counts is None and self._is_said_by(arguments.known, arguments, local):
             self.enter(arguments.known.key)
 
     def _is_said_by(self, known: KnownCall, arguments: Arguments, local: LocalCall) -> bool:
@@ -271,7 +286,7 @@ class Ticket:
         """Begin a call for which the program waits. Returns what `begin` does, and the result."""
         if not self.is_worked_out:
             self.work_out()
-        (_, tensors, addresses, y, y_at), is_new = call, call.out is None
+        (_, tensors, addresses, y, y_at, _), is_new = call, call.out is None
         if is_new:
             try:
                 y = self.make()
@@ -353,16 +368,19 @@ class Ticket:
             seconds = seconds_in_c(engine, waits, self.is_small)
             is_finished = False
             try:
-                is_finished = call.run_on(slot << MESSAGE_BITS, seconds, STALL_SECONDS, stamp, addresses) == FINISHED
+                state = call.run_on(slot << MESSAGE_BITS, seconds, STALL_SECONDS, stamp, addresses)
+                is_finished = state == FINISHED or (self.compared > 0 and self._ends(memory, state, addresses, held))
             finally:
                 if not is_finished:
                     self._in_flight += 1
-                    memory.bases[[*self.given.values()]] = addresses
+                    memory.bases[[*self.given.values()]] = memory.addresses or addresses
                     kernels = self._kernels(memory, addresses, strided)
                     flight = TicketInC(self, memory, stamp, kernels, describe, held, note, strided)
                     flight.awaited, flight.forwards = waits, self.program.forwards
-                    flight.is_long = self.program.is_long(self.sized)
+                    flight.is_long = self.program.is_long(memory.sized)
                     flight.moved()
+                    if not memory.is_sized:
+                        flight.heir()
             if is_finished:
                 channel.begun[0] = stamp
                 if note is not None:
@@ -370,6 +388,10 @@ class Ticket:
                 self._free.append(memory)
                 return DONE
             return flight
+
+    def _ends(self, memory: Memory, state: int, addresses: tuple[int, ...], held: Any) -> bool:
+        """Go on with a call whose rows differ. True: C has finished it."""
+        raise NotImplementedError
 
     def _memory(self) -> Memory | None:
         """Memory for one more call in flight. None: C does not know the plan, or there is none."""
@@ -401,13 +423,73 @@ class Ticket:
 
     def arrays(self, memory: Memory, strided: Mapping[str, Array]) -> dict[str, Array]:
         """The buffers of a call. They keep no memory alive."""
-        return {**arrays_at(self.program, self.sized.shapes, memory.bases), **strided}
+        return {**arrays_at(self.program, memory.sized.shapes, memory.bases), **strided}
 
     def left(self, memory: Memory | None = None) -> None:
         """C has left a call in flight. If it has finished it, another one may have this memory."""
         self._in_flight -= 1
         if memory is not None:
             self._free.append(memory)
+
+
+class CountsTicket(Ticket):
+    """A ticket of an all-to-all with counts, which are others at every call.
+
+    C compares the calls, but not their rows. These give the call its sizes and its result, and it goes on at once. If a
+    header says something else that was not said at the first call, Python goes on, and the next calls are Python's.
+    """
+
+    compared = 16  # the numbers and the digests of the calls
+
+    def _lowered(self) -> Lowered | None:
+        made = super()._lowered()
+        if made is None or made.kernels or self.kept or {*self.given} != {"x", "y"}:
+            self.is_dropped = True
+            return None
+        own, expected = made.headers
+        self._told = (expected[:, 2] >> ROWS_BITS).tolist()
+        own[:, 4:6] = 0  # no digests of rows
+        return made
+
+    def run(self, call: KnownCall, describe: Callable[[], Any]) -> tuple[Any, Any]:
+        comm, counts, held = self.comm, call.counts or (), [call.tensors, None]
+        with comm.engine.lock:
+            self.work_out()
+            memory = self._free.pop() if self._free else self._memory()
+            if memory is None or len(counts) != comm.size:
+                return None, None
+            self._free.append(memory)  # the one that `begin` takes
+            told = self._told[comm.rank]
+            if told:
+                told = told >> HINT_BITS << HINT_BITS | encode_rows(counts, comm.rank)
+            words = [told << ROWS_BITS | n for n in counts]
+            memory.fields[0, :, 2] = words
+            memory.fields[1, comm.rank, 2], memory.counts = words[comm.rank], counts
+            return self.begin(self._in_order((*call.addresses, 0)), held, describe, True), held[-1]
+
+    def _ends(self, memory: Memory, state: int, addresses: tuple[int, ...], held: Any) -> bool:
+        comm, program, memory.is_sized = self.comm, self.program, False
+        if state != HAS_KERNELS:
+            return False
+        headers = memory.fields[1].tolist()
+        words = [header[2] for header in headers]
+        if [n >> ROWS_BITS for n in words] != self._told or any([header[3] >= 0 for header in headers]):
+            self.is_dropped = True
+            return False
+        rows = [n & MOST_ROWS for n in words]
+        memory.extents = extents_of(program.plan.problem, comm.rank, program.plan.shares, memory.counts, rows)
+        memory.sized = sized = program.sized(memory.extents)
+        dtype = program.buffers["y"].dtype
+        try:
+            y = comm.engine.arena.take(sized.shapes["y"], dlpack.STORAGE[dtype])
+        except MemoryError:  # the other ranks hear of it
+            return False
+        held[-1], at = dlpack.lend(y, dtype, self._framework), address_of(y)
+        memory.addresses = tuple([n or at for n in addresses])
+        how = program.is_small(sized), program.is_long(sized)
+        state = memory.call.sized(starts_of(sized), *how, memory.addresses, IN_C_SECONDS, STALL_SECONDS)
+        memory.is_sized = state != HAS_KERNELS
+        return state == FINISHED
 
 
 class TicketInC(InC, CallInFlight):
@@ -467,9 +549,9 @@ class TicketInC(InC, CallInFlight):
         arrays, presumed = ticket.arrays(memory, self._strided), ticket.lowered.presumed
         run.held = memory, self.held
         run.carried = carried(memory.headers[1].reshape(-1), memory.fields[1, :, -1].tolist(), presumed)
-        actions = ticket.program.resolve(arrays, ticket.sized.starts, ticket.backend, self.comm.link.collective)
-        beside = Sent(memory)
-        taken_over(self.call, run, actions, ticket.is_small, ticket.front, beside, self.tokens, self._exported)
+        actions = ticket.program.resolve(arrays, memory.sized.starts, ticket.backend, self.comm.link.collective)
+        beside, is_small = Sent(memory), ticket.program.is_small(memory.sized)
+        taken_over(self.call, run, actions, is_small, ticket.front, beside, self.tokens, self._exported)
         self.comm.end_turn(self.stamp)
 
     def agree(self, agreement: Agreement) -> None:
@@ -483,6 +565,11 @@ class TicketInC(InC, CallInFlight):
         requests = [(handle, peers[op] if op < len(peers) else -1) for handle, op in self._exported[2]]
         carries = ticket.lowered.agreed.carries
         agreement.go_on(memory.headers[1].reshape(-1), carries, requests, self.call.error, self.call.started)
+
+    @property
+    def extents(self) -> Extents:
+        """The rows of this call."""
+        return self._memory.extents
 
     # -- for the caller
     @property

@@ -84,9 +84,8 @@ class BoundPlan:
         self._overlays: dict[tuple[str, ...], Overlay] = {}  # by the buffers that are given
         self._spare: dict[str, Any] = {}  # memory for tensors of a call that one kernel with announced products uses
         self._spare_announcing: dict[tuple[str, ...], Announcing | None] = {}  # by the buffers that lie there
-        self._sizes_in_c: Sizes | None = None  # those of the call in C
         self._use(self.plan.sizes)
-        self._actions  # an error is raised here, on all ranks
+        self._actions = self._resolve(self._arrays)
 
     @cached_property
     def _actions(self) -> list[Any]:

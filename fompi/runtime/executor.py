@@ -14,7 +14,7 @@ import numpy as np
 
 from fompi.backends.base import Backend, Token
 from fompi.base.errors import PlanError, StateError, WaitTimeout
-from fompi.base.layout import Extents, integer
+from fompi.base.layout import Extents, Sizes, integer
 from fompi.engine.communicator import Communicator
 from fompi.engine.control import CALL_BITS, LAST_CALL
 from fompi.engine.handshake import digest
@@ -118,7 +118,8 @@ class Executor(BoundPlan):
         made = native_call(self.compiled, sized, self.comm, self.backend, self.kernels or ())
         if made is None:
             return None
-        self._unplaced, self._sizes_in_c = made.unplaced, self.plan.sizes
+        self._unplaced = made.unplaced
+        self._sizes_in_c: Sizes | None = self.plan.sizes
         self._bound_bases = self._bases(self._arrays)
         return made.call
 

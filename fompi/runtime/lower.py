@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Sequence
-from itertools import accumulate, pairwise
-from math import prod
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +30,7 @@ OP = np.dtype(
 """`Op` of engine.c."""
 
 BLOCKS = np.dtype(
-    [*((name, "i4", 3) for name in ("first", "last", "size")), ("flags", "i4", 2), ("width", "i8", 3)], align=True
+    [*((name, "i4", 3) for name in ("first", "last", "size")), ("flags", "i4", 2), ("width", "i8", 3)], True
 )
 """`Blocks` of engine.c."""
 
@@ -51,21 +50,11 @@ MOST_NBYTES = (1 << 31) - 1
 """A message of C has at most this many bytes."""
 
 
-class Rows(NamedTuple):
-    """How a table follows from the numbers of `starts_of`: what `Call.resizable` takes.
-
-    `ends` and `widths`: at which number each buffer ends, and how many bytes its rows have.
-    """
-
-    blocks: Array
-    ends: Array
-    widths: Array
-
-
 class CallTable(NamedTuple):
     """What C needs of a program, for some rows. `buffers` are those of the program, `nbytes` their sizes.
 
-    `unplaced`: those that only kernels of Python use. `rows`: how the table follows from the rows.
+    `unplaced`: those that only kernels of Python use. `blocks`: of each op and each buffer, how it follows from the
+    numbers of `starts_of`. `rows_op`: the op that `Call.sized` ends; -1: there is none.
     """
 
     ops: Array
@@ -76,7 +65,8 @@ class CallTable(NamedTuple):
     buffers: tuple[str, ...]
     nbytes: Array
     unplaced: frozenset[str] = frozenset()
-    rows: Rows | None = None
+    blocks: Array | None = None
+    rows_op: int = -1
 
     @property
     def in_python(self) -> list[int]:
@@ -92,40 +82,52 @@ def table(compiled: Compiled, sized: Sized, most_nbytes: int, kernels: Collectio
     if COLLECTIVE in compiled.kinds:
         return None
     names = tuple(compiled.buffers)
-    starts, lengths = np.frombuffer(starts_of(compiled, sized), np.int64), [len(_starts(compiled, sized, n)) for n in names]
-    ends = [*accumulate(lengths)]
-    at = {name: (number, end - n) for number, (name, end, n) in enumerate(zip(names, ends, lengths, strict=True))}
-    ops, every = np.zeros(len(compiled.ops), OP), np.zeros(len(compiled.ops), BLOCKS)
+    index = {name: number for number, name in enumerate(names)}
+    ops, blocks = np.zeros(len(compiled.ops), OP), np.zeros(len(compiled.ops) + len(names), BLOCKS)
+    blocks["first"] = -1  # it stays as it is
+    at, behind = dict[str, int](), 0
+    for name, starts in sized.starts.items():
+        at[name], behind = behind, behind + len(starts)
+        buffer = blocks[len(compiled.ops) + index[name]]
+        buffer["first"][0], buffer["width"][0] = behind - 1, compiled.buffers[name].row_nbytes
     for i, kind in enumerate(compiled.kinds):
-        op, blocks = ops[i], every[i]
+        op = ops[i]
         op["kind"] = KIND[kind]
         operands = _kernel(compiled, i, op, kernels) if kind == COMPUTE else compiled.places(i)
-        is_bytes, counts = kind != COMPUTE or (op["kernel"], op["dtype"]) == (COPY, BYTE), set()
-        for k, (name, start, stop, width) in enumerate(operands or ()):
-            (number, first), buffer = at[name], compiled.buffers[name]
-            width = width if name in sized.starts else 1
-            size = 0 if kind == COMPUTE and buffer.wire else 1 if is_bytes else ITEMSIZE[buffer.dtype]
-            begin, end = starts[[first + start, first + stop]].tolist()
-            op["buffers"][k], op["offsets"][k] = number, begin * width
-            blocks["first"][k], blocks["last"][k] = first + start, first + stop
-            blocks["size"][k], blocks["width"][k] = size, width
-            if size:  # else they are bytes, which C counts itself
-                counts.add((end - begin) * width // size)
-        if operands is None or (kind == COMPUTE and len(counts) > 1):
-            ops[i] = np.zeros((), OP)
+        if operands is None:
             op["kind"], op["flags"] = IN_PYTHON, MERGE * compiled.merges[i]
             continue
-        op["count"] = nbytes = counts.pop()
+        spans = [_span(compiled, sized, place) for place in operands]
+        op["buffers"][: len(operands)] = [index[place.buffer] for place in operands]
+        op["offsets"][: len(operands)] = [start for start, _ in spans]
+        widths = [1] * len(operands)
+        if kind == COMPUTE and (op["kernel"], op["dtype"]) != (COPY, BYTE):
+            widths = [ITEMSIZE[compiled.buffers[place.buffer].dtype] for place in operands]
+        for k, (name, start, stop, nbytes) in enumerate(operands):
+            if name in at:
+                is_counted = kind != COMPUTE or not compiled.buffers[name].wire
+                block = at[name] + start, at[name] + stop, widths[k] * is_counted, nbytes
+                for field, value in zip(("first", "last", "size", "width"), block, strict=True):
+                    blocks[i][field][k] = value
+        counts = {
+            (stop - start) // width
+            for (start, stop), width, place in zip(spans, widths, operands, strict=True)
+            if kind != COMPUTE or not compiled.buffers[place.buffer].wire  # bytes, which C counts itself
+        }
         if kind == COMPUTE:
+            if len(counts) > 1:
+                ops[i] = np.zeros((), OP)
+                op["kind"], op["flags"] = IN_PYTHON, MERGE * compiled.merges[i]
+            else:
+                op["count"] = counts.pop()
             continue
+        op["count"] = nbytes = counts.pop()
         if len(operands) != 1 or nbytes > min(most_nbytes, MOST_NBYTES):
             return None
         op["peer"], op["number"] = compiled.peers[i], compiled.numbers[i]
         if kind == SEND:
-            blocks["flags"] = TESTED, SYNCHRONOUS * compiled.is_paced
-            op["flags"] = blocks["flags"][int(nbytes > EAGER_NBYTES)]
-    widths = [compiled.buffers[name].row_nbytes if name in sized.starts else 1 for name in names]
-    rows = Rows(every, np.array(ends, np.int32) - 1, np.array(widths, np.int64))
+            blocks[i]["flags"] = TESTED, SYNCHRONOUS * compiled.is_paced
+            op["flags"] = blocks[i]["flags"][int(nbytes > EAGER_NBYTES)]
     return CallTable(
         ops,
         _edges(compiled.on_start),
@@ -133,24 +135,15 @@ def table(compiled: Compiled, sized: Sized, most_nbytes: int, kernels: Collectio
         np.array(compiled.blockers, np.int32),
         np.array(compiled.first, np.int32),
         names,
-        starts[rows.ends] * rows.widths,
+        np.array([_nbytes(compiled, sized, name) for name in names], np.int64),
         frozenset(names) - compiled.touched(np.flatnonzero(ops["kind"] != IN_PYTHON).tolist()),
-        rows,
+        blocks,
     )
 
 
-def starts_of(compiled: Compiled, sized: Sized) -> array[int]:
+def starts_of(sized: Sized) -> array[int]:
     """The first row of each block of each buffer, and where the last one ends: what `Call.resize` takes."""
-    starts = array("q")
-    for name in compiled.buffers:
-        starts.extend(_starts(compiled, sized, name))
-    return starts
-
-
-def _starts(compiled: Compiled, sized: Sized, name: str) -> Sequence[int]:
-    """Those of one buffer. The rows of a buffer without blocks are its bytes."""
-    starts = sized.starts.get(name)
-    return (0, prod(sized.shapes[name]) * ITEMSIZE[compiled.buffers[name].dtype]) if starts is None else starts
+    return array("q", [n for starts in sized.starts.values() for n in starts])
 
 
 HEADERS = ("headers out", "headers in", "headers expected")
@@ -162,17 +155,22 @@ class Headers(NamedTuple):
 
     Its last word says which message of the plan it carries, and is not compared: `presumed` and the number of that
     message (`handshake.presumption`; 0: headers carry nothing). The data follow it. A header has room for `packet`
-    bytes.
+    bytes. `compared`: so many bytes must be as expected. Then the rows follow, which the headers say: an op of Python
+    (`Call.sized`). 0: all but the last word.
     """
 
     nbytes: int
     packet: int
     tag: int
     presumed: int = 0
+    compared: int = 0
 
 
 class Agreed(NamedTuple):
-    """A table that begins with an agreement of `front` ops. `carries`: the last word of the header for each rank."""
+    """A table that begins with an agreement of `front` ops. When the last of them is over, the ranks have agreed.
+
+    `carries`: the last word of the header for each rank.
+    """
 
     table: CallTable
     front: int
@@ -180,23 +178,29 @@ class Agreed(NamedTuple):
 
 
 def with_agreement(plan: CallTable, rank: int, size: int, headers: Headers, in_place: bool = False) -> Agreed:
-    """The call of `plan` behind an agreement. The last op of that compares all headers.
+    """The call of `plan` behind an agreement. The last op of that compares all headers, or waits for the rows.
 
     A header goes to each rank and comes from each, in the order of `Agreement._exchange`. It carries the first message
     to that rank that waits for nothing and fits. `in_place`: one op more, the last of all, copies y to x.
     """
-    nbytes, packet, _, presumed = headers
+    nbytes, packet, _, presumed, compared = headers
     peers, outgoing, out = (
         [*range(rank), *range(rank + 1, size)],
         [*range(rank + 1, size), *range(rank)],
         len(plan.buffers),
     )
     ahead = _exchange(peers, outgoing, out, headers)
-    front, last = len(ahead), len(ahead) - 1
+    check, front, last = 2 * len(peers), len(ahead), len(ahead) - 1
     ops = np.concatenate([ahead, plan.ops])
     starts: list[list[int]] = [[] for _ in ahead] + _lists(plan.on_start, front)
-    dones = [[last] for _ in peers] + [[] for _ in (*outgoing, last)] + _lists(plan.on_done, front)
-    blockers = np.concatenate([np.array([0] * last + [len(peers)], np.int32), plan.blockers])
+    dones = (
+        [[check] for _ in peers]
+        + [[] for _ in outgoing]
+        + [[last]] * (last - check)
+        + [[]]
+        + _lists(plan.on_done, front)
+    )
+    blockers = np.concatenate([np.array([0] * check + [len(peers)] + [1] * (last - check), np.int32), plan.blockers])
     blockers[front + plan.first] = 1
     carries = [0] * size
     if presumed:
@@ -215,6 +219,8 @@ def with_agreement(plan: CallTable, rank: int, size: int, headers: Headers, in_p
         starts, dones = [*starts, []], [*dones, []]
         blockers = np.append(blockers, np.int32(1 + len(plan.ops)))
         ops = np.append(ops, _copy_of(plan, "y", "x"))
+    fixed = np.zeros(front + len(HEADERS), BLOCKS)
+    fixed["first"] = -1
     table = CallTable(
         ops,
         _edges(starts),
@@ -223,22 +229,28 @@ def with_agreement(plan: CallTable, rank: int, size: int, headers: Headers, in_p
         np.flatnonzero(blockers == 0).astype(np.int32),
         (*plan.buffers, *HEADERS),
         np.concatenate([plan.nbytes, np.full(3, size * packet, np.int64)]),
+        blocks=np.concatenate([fixed[:front], plan.blocks, fixed[front:]]) if compared else None,
+        rows_op=last if compared else -1,
     )
     return Agreed(table, front, carries)
 
 
 def _exchange(peers: Sequence[int], outgoing: Sequence[int], out: int, headers: Headers) -> Array:
-    """A receive from each rank, a send to each, and the check. `out`: the buffer of the headers that leave."""
-    nbytes, packet, tag, _ = headers
-    ops = np.zeros(2 * len(peers) + 1, OP)
+    """A receive from each rank, a send to each, the check, and the op of the rows, if there is one.
+
+    `out`: the buffer of the headers that leave.
+    """
+    nbytes, packet, tag, _, compared = headers
+    ops = np.zeros(2 * len(peers) + 1 + bool(compared), OP)
     for i, peer in enumerate((*peers, *outgoing)):
         op, is_send = ops[i], i >= len(peers)
         op["kind"], op["peer"], op["number"] = KIND[SEND if is_send else RECV], peer, tag
         op["count"], op["flags"] = nbytes if is_send else packet, ABSOLUTE | TESTED * is_send
         op["buffers"][0], op["offsets"][0] = out if is_send else out + 1, peer * packet
-    check = ops[-1]
+    ops[-1]["kind"] = IN_PYTHON
+    check = ops[2 * len(peers)]
     check["kind"], check["buffers"][:2], check["count"] = CHECK, (out + 1, out + 2), (len(peers) + 1) * packet
-    check["number"], check["divisor"] = nbytes - WORD_NBYTES, packet
+    check["number"], check["divisor"] = compared or nbytes - WORD_NBYTES, packet
     return ops
 
 
@@ -280,7 +292,7 @@ def _packed(send: Any, buffer: int, offset: int) -> Any:
 
 def _may_be_carried(ops: Array, buffer: int, headers: Headers) -> None:
     """Let the receives take what headers have carried. `buffer`: the headers that arrive."""
-    nbytes, packet, _, presumed = headers
+    nbytes, packet, _, presumed, _ = headers
     for i in np.flatnonzero((ops["kind"] == KIND[RECV]) & (ops["count"] <= packet - nbytes)):
         op = ops[i]
         op["flags"] |= CARRIED
@@ -346,6 +358,18 @@ def _kernel(compiled: Compiled, i: int, op: Any, kernels: Collection[str]) -> li
         return None
     op["kernel"], op["dtype"], op["divisor"], op["flags"] = found
     return [*reads * (3 - len(reads)), *writes]
+
+
+def _span(compiled: Compiled, sized: Sized, place: Place) -> tuple[int, int]:
+    """The first byte of a chunk in its buffer, and the byte behind its last."""
+    name, start, stop, width = place
+    if name in sized.starts:
+        return sized.starts[name][start] * width, sized.starts[name][stop] * width
+    return 0, _nbytes(compiled, sized, name)
+
+
+def _nbytes(compiled: Compiled, sized: Sized, name: str) -> int:
+    return int(np.prod(sized.shapes[name], dtype=np.int64)) * ITEMSIZE[compiled.buffers[name].dtype]
 
 
 def _edges(lists: Sequence[Sequence[int]]) -> tuple[Array, Array]:

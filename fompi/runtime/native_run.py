@@ -281,21 +281,20 @@ def native_call(
     if library is None or comm.size == 1 or comm.urgency is not None or not is_for_c(backend):
         return None
     made = table(compiled, sized, comm.most_nbytes, kernels)
-    if made is None or made.rows is None:
-        return None
-    call = made_call(library, made, comm, compiled, sized)
-    call.resizable(made.rows.blocks.view(np.uint8), made.rows.ends, made.rows.widths, EAGER_NBYTES, min(comm.most_nbytes, MOST_NBYTES))
-    return NativeCall(call, made.unplaced)
+    return None if made is None else NativeCall(made_call(library, made, comm, compiled, sized), made.unplaced)
 
 
 def resized(call: Call, compiled: Compiled, sized: Sized) -> bool:
     """Let the next calls have these rows. False: C cannot do that."""
-    return call.resize(starts_of(compiled, sized), compiled.is_small(sized), compiled.is_long(sized))
+    return call.resize(starts_of(sized), compiled.is_small(sized), compiled.is_long(sized))
 
 
 def made_call(library: Any, made: CallTable, comm: Communicator, compiled: Compiled, sized: Sized) -> Call:
     """The call of this table on `comm`."""
-    return called(library, made, comm, compiled.is_small(sized), compiled.is_long(sized), compiled.forwards)
+    call = called(library, made, comm, compiled.is_small(sized), compiled.is_long(sized), compiled.forwards)
+    if made.blocks is not None:
+        call.resizable(made.blocks.view(np.uint8), EAGER_NBYTES, min(comm.most_nbytes, MOST_NBYTES), made.rows_op)
+    return call
 
 
 def called(

@@ -131,8 +131,8 @@ class Rank:
         if self.table is not None:
             self.call = made(mpi, self.table, rank)
             if before is not None:
-                self.call.resizable(self.table.rows[0].view(np.uint8), *self.table.rows[1:], 4096, 1 << 30)
-                assert self.call.resize(starts_of(self.compiled, sized), False, False)
+                self.call.resizable(self.table.blocks.view(np.uint8), 4096, 1 << 30)
+                assert self.call.resize(starts_of(sized), False, False)
             self.call.place(np.array([self.arrays[name].ctypes.data for name in self.table.buffers], np.uint64))
             self.actions = self.compiled.resolve(self.arrays, sized.starts, Numpy())
 
