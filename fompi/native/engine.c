@@ -50,6 +50,8 @@ enum { SEND, RECV, KERNEL, CHECK, PYTHON }; /* kinds of ops; a CHECK goes on if 
 enum { SYNCHRONOUS = 1, TESTED = 2, ABSOLUTE = 4, CARRIED = 8 }; /* Issend; tested at once; `number` is the tag itself; of a
                                                                   receive: a header may have carried the data */
 enum { MERGE = 1 }; /* flag of a kernel of Python: a sum or a copy */
+enum { AWAITS_ROWS = 1, ROWS_BITS = 34 }; /* flag of a CHECK of headers: their rows may differ, the lowest bits of the third
+                                             word; what saves a second round is not compared; it is over when the call is `sized` */
 enum { FINISHED, GOES_ON, STALLED, FAILED, DISAGREES, HAS_KERNELS }; /* the state of a call; the last: for Python */
 enum { MOVED = 1, HAS_ENDED = 2, HAS_READY = 4 }; /* what `Library.poll` returns; the last two are the news for Python */
 
@@ -124,7 +126,7 @@ struct Call {
     char **bases, *needs; /* where they are; 1: an op of C uses it */
     int32_t *given, n_given, n_stamped, stamped_every; /* `forms`: what `begin` writes */
     Blocks *blocks; /* of the ops, then of the buffers. NULL: its rows stay as they are */
-    int32_t n_starts, is_unsized, rows_op; /* 1: no rows have fit; the kernel of Python that is `sized`, or -1 */
+    int32_t n_starts, is_unsized, rows_op; /* 1: no rows have fit; the CHECK that awaits rows, or -1 */
     int64_t small_nbytes, most_nbytes;
     Handle comm;
     /* the call in flight */
@@ -219,8 +221,17 @@ static void complete(Call *c, int32_t i) { complete_at(c, i, now()); }
 
 static int are_equal(const Call *c, const Op *o) {
     const char *a = at(c, o, 0), *b = at(c, o, 1);
-    for (int64_t k = 0; k < o->count; k += o->divisor)
-        if (memcmp(a + k, b + k, (size_t)o->number)) return 0;
+    for (int64_t k = 0; k < o->count; k += o->divisor) {
+        if (o->flags & AWAITS_ROWS) {
+            int64_t mine[4], theirs[4]; /* the call, its digest, hint and rows, how many rows are expected */
+            memcpy(mine, a + k, sizeof mine);
+            memcpy(theirs, b + k, sizeof theirs);
+            if (mine[0] != theirs[0] || mine[1] != theirs[1] || mine[2] >> ROWS_BITS != theirs[2] >> ROWS_BITS || mine[3] != theirs[3])
+                return 0;
+        } else if (memcmp(a + k, b + k, (size_t)o->number)) {
+            return 0;
+        }
+    }
     return 1;
 }
 
@@ -291,6 +302,11 @@ static void start_ops(Call *c) {
         if (o->kind == CHECK && !are_equal(c, o)) {
             c->disagrees = 1;
             return;
+        }
+        if (o->kind == CHECK && o->flags & AWAITS_ROWS) {
+            c->head++;
+            kernel_ready(c->python, c->n_python++, i);
+            continue;
         }
         if (o->kind == KERNEL || o->kind == CHECK) {
             c->begun[i] = now();
@@ -854,7 +870,8 @@ static int is_op(const Call *c, const Op *o) {
     if (o->kind == PYTHON) return 1;
     if (o->kind == CHECK)
         return o->count >= 0 && o->number >= 0 && o->number <= o->divisor && o->divisor > 0 && o->count % o->divisor == 0 &&
-               is_inside(c, o, 0, o->count) && is_inside(c, o, 1, o->count);
+               is_inside(c, o, 0, o->count) && is_inside(c, o, 1, o->count) &&
+               (!(o->flags & AWAITS_ROWS) || o->divisor >= 4 * (int)sizeof(int64_t));
     if (o->kind != KERNEL || o->count < 0 || o->count > INT64_MAX / 32) return 0;
     for (int k = 0; k < 3; k++) {
         int64_t nbytes = kernel_nbytes(o->kernel, o->dtype, o->divisor, o->flags, k, o->count);
@@ -937,6 +954,7 @@ static PyObject *call_new(PyTypeObject *type, PyObject *args, PyObject *options)
     for (int32_t i = 0; i < c->n_ops; i++) {
         c->n_messages += c->ops[i].kind == SEND || c->ops[i].kind == RECV;
         c->n_python_ops += c->ops[i].kind == PYTHON;
+        if (c->ops[i].kind == CHECK && c->ops[i].flags & AWAITS_ROWS) c->rows_op = i;
     }
     size_t n = (size_t)c->n_ops + 1, m = (size_t)c->n_messages + 1;
     c->blockers = calloc(n, sizeof(int32_t));
@@ -1217,15 +1235,11 @@ static PyObject *call_resizable(PyObject *self, PyObject *args) {
     PyObject *blocks;
     int32_t n;
     long long small, most;
-    int rows_op = -1;
-    if (!PyArg_ParseTuple(args, "OLL|i", &blocks, &small, &most, &rows_op) || refuse_if_unfinished(c)) return NULL;
+    if (!PyArg_ParseTuple(args, "OLL", &blocks, &small, &most) || refuse_if_unfinished(c)) return NULL;
     free(c->blocks);
     if ((c->blocks = copied(blocks, sizeof(Blocks), &n)) == NULL) return NULL;
     c->small_nbytes = small, c->most_nbytes = most;
-    if (n == c->n_ops + c->n_buffers && are_blocks(c) && rows_op < c->n_ops) {
-        c->rows_op = rows_op;
-        Py_RETURN_NONE;
-    }
+    if (n == c->n_ops + c->n_buffers && are_blocks(c)) Py_RETURN_NONE;
     free(c->blocks);
     c->blocks = NULL;
     PyErr_SetString(PyExc_ValueError, "a block is none of these starts");
@@ -1429,7 +1443,7 @@ static PyMethodDef call_methods[] = {
                                       "the stamp into the last n buffers, once in every `nbytes`."},
     {"run_on", call_run_on, METH_VARARGS, "run_on(tag, seconds, stall, stamp, addresses): `run` on other memory."},
     {"resizable", call_resizable, METH_VARARGS, "resizable(blocks, small, most): how ops, then buffers, follow from the first "
-                                                "rows of blocks. A message has at most `most` bytes. A fourth number is the op that is `sized`."},
+                                                "rows of blocks. A message has at most `most` bytes."},
     {"resize", call_resize, METH_VARARGS, "resize(starts, is_small, is_long): the next calls have these rows. False: C cannot do that."},
     {"sized", call_sized, METH_VARARGS, "sized(starts, is_small, is_long, addresses, seconds, stall): the call that waits for its "
                                         "rows has these, on memory as in `run_on`. Returns the state: HAS_KERNELS if C cannot do that."},
@@ -1527,7 +1541,7 @@ static const struct { const char *name; long value; } numbers[] = { /* for `fomp
     {"OP_NBYTES", (long)sizeof(Op)},
     {"BLOCKS_NBYTES", (long)sizeof(Blocks)},
     NUMBER(SEND), NUMBER(RECV), NUMBER(KERNEL), NUMBER(CHECK), NUMBER(PYTHON),
-    NUMBER(SYNCHRONOUS), NUMBER(TESTED), NUMBER(ABSOLUTE), NUMBER(CARRIED), NUMBER(MERGE),
+    NUMBER(SYNCHRONOUS), NUMBER(TESTED), NUMBER(ABSOLUTE), NUMBER(CARRIED), NUMBER(MERGE), NUMBER(AWAITS_ROWS), NUMBER(ROWS_BITS),
     NUMBER(FINISHED), NUMBER(GOES_ON), NUMBER(STALLED), NUMBER(FAILED), NUMBER(DISAGREES), NUMBER(HAS_KERNELS),
     NUMBER(MOVED), NUMBER(HAS_ENDED), NUMBER(HAS_READY),
     NUMBER(COPY), NUMBER(ADD), NUMBER(PROD), NUMBER(MEAN), NUMBER(MAX), NUMBER(MIN),

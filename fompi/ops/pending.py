@@ -239,7 +239,7 @@ class Pending(CallInFlight):
             self.task = agreement = self.agreement()
             flight.agree(agreement)
             return self.task
-        self.extents, self._outputs = flight.extents, flight.outputs | self._outputs
+        self.extents, self._outputs = flight.memory.extents, flight.outputs | self._outputs
         self.task = self._run = run = self._run_of(ticket.program)
         self._note_at_its_end(run)
         flight.go_on(run)

@@ -162,7 +162,8 @@ class Ticket:
     used = False  # True if a call was made by it since the cache has looked
     is_dropped = False  # True: calls of its form run in Python
     is_worked_out = False
-    last_stamp = compared = 0  # `compared`: as in `lower.Headers`
+    last_stamp = 0
+    rows_differ = False
 
     def __init__(
         self,
@@ -222,7 +223,7 @@ class Ticket:
         own, expected = (np.frombuffer(each, np.int64).reshape(comm.size, -1).copy() for each in self._headers)
         carries = self.is_small and program.plan.problem.moves != "all_to_all"  # else headers differ between receivers
         presumed = presumption(expected.tolist()) if carries else 0
-        headers = Headers(HEADER_NBYTES, packet_nbytes(comm.size), HANDSHAKE, presumed, self.compared)
+        headers = Headers(HEADER_NBYTES, packet_nbytes(comm.size), HANDSHAKE, presumed, self.rows_differ)
         agreed = with_agreement(plan, comm.rank, comm.size, headers, in_place)
         own[:, -1] = agreed.carries
         unplaced = plan.unplaced - ({"x", "y"} if in_place else set())
@@ -369,7 +370,7 @@ class Ticket:
             is_finished = False
             try:
                 state = call.run_on(slot << MESSAGE_BITS, seconds, STALL_SECONDS, stamp, addresses)
-                is_finished = state == FINISHED or (self.compared > 0 and self._ends(memory, state, addresses, held))
+                is_finished = state == FINISHED or (self.rows_differ and self._ends(memory, state, addresses, held))
             finally:
                 if not is_finished:
                     self._in_flight += 1
@@ -435,20 +436,17 @@ class Ticket:
 class CountsTicket(Ticket):
     """A ticket of an all-to-all with counts, which are others at every call.
 
-    C compares the calls, but not their rows. These give the call its sizes and its result, and it goes on at once. If a
-    header says something else that was not said at the first call, Python goes on, and the next calls are Python's.
+    C compares all but the rows. These say the sizes of the plan and of the result, which Python makes in between.
     """
 
-    compared = 16  # the numbers and the digests of the calls
+    rows_differ = True
 
     def _lowered(self) -> Lowered | None:
         made = super()._lowered()
-        if made is None or made.kernels or self.kept or {*self.given} != {"x", "y"}:
+        if made is None or made.kernels or self.kept or made.headers[1][:, 3].max() >= 0 or {*self.given} != {"x", "y"}:
             self.is_dropped = True
             return None
-        own, expected = made.headers
-        self._told = (expected[:, 2] >> ROWS_BITS).tolist()
-        own[:, 4:6] = 0  # no digests of rows
+        made.headers[0][:, 4:6] = 0  # no digests of rows
         return made
 
     def run(self, call: KnownCall, describe: Callable[[], Any]) -> tuple[Any, Any]:
@@ -459,11 +457,9 @@ class CountsTicket(Ticket):
             if memory is None or len(counts) != comm.size:
                 return None, None
             self._free.append(memory)  # the one that `begin` takes
-            told = self._told[comm.rank]
-            if told:
-                told = told >> HINT_BITS << HINT_BITS | encode_rows(counts, comm.rank)
-            words = [told << ROWS_BITS | n for n in counts]
-            memory.fields[0, :, 2] = words
+            hint = int(memory.fields[0, 0, 2]) >> ROWS_BITS
+            hint = hint and hint >> HINT_BITS << HINT_BITS | encode_rows(counts, comm.rank)
+            memory.fields[0, :, 2] = words = [hint << ROWS_BITS | n for n in counts]
             memory.fields[1, comm.rank, 2], memory.counts = words[comm.rank], counts
             return self.begin(self._in_order((*call.addresses, 0)), held, describe, True), held[-1]
 
@@ -471,12 +467,7 @@ class CountsTicket(Ticket):
         comm, program, memory.is_sized = self.comm, self.program, False
         if state != HAS_KERNELS:
             return False
-        headers = memory.fields[1].tolist()
-        words = [header[2] for header in headers]
-        if [n >> ROWS_BITS for n in words] != self._told or any([header[3] >= 0 for header in headers]):
-            self.is_dropped = True
-            return False
-        rows = [n & MOST_ROWS for n in words]
+        rows = (memory.fields[1, :, 2] & MOST_ROWS).tolist()
         memory.extents = extents_of(program.plan.problem, comm.rank, program.plan.shares, memory.counts, rows)
         memory.sized = sized = program.sized(memory.extents)
         dtype = program.buffers["y"].dtype
@@ -513,7 +504,7 @@ class TicketInC(InC, CallInFlight):
         strided: Mapping[str, Array],
     ):
         self.ticket, self.value, self._comm = ticket, held[-1], ticket.comm
-        self._memory, self._strided, self._describe, self._note = memory, strided, describe, note
+        self.memory, self._strided, self._describe, self._note = memory, strided, describe, note
         ticket.comm.turns.append(stamp)
         super().__init__(memory.call, ticket.comm, stamp, self._taken_over, self._landed, held, kernels)
 
@@ -521,7 +512,7 @@ class TicketInC(InC, CallInFlight):
         if self._note is not None:
             self._note(self.stamp, Times.of(self.call, self.ticket.front))
         self.comm.end_turn(self.stamp)
-        self.ticket.left(self._memory)
+        self.ticket.left(self.memory)
 
     def _taken_over(self) -> Task:
         self.ticket.left()
@@ -534,17 +525,17 @@ class TicketInC(InC, CallInFlight):
 
     def _forget(self) -> None:
         super()._forget()
-        del self._memory, self._strided, self._describe, self._note
+        del self.memory, self._strided, self._describe, self._note
 
     @property
     def outputs(self) -> dict[str, Array]:
         """The results in their memory, while Python takes over."""
-        arrays = self.ticket.arrays(self._memory, self._strided)
+        arrays = self.ticket.arrays(self.memory, self._strided)
         return {buffer.name: arrays[buffer.name] for buffer in self.ticket.program.outputs}
 
     def go_on(self, run: Run) -> None:
         """`run` goes on with the plan: the ranks have agreed."""
-        ticket, memory = self.ticket, self._memory
+        ticket, memory = self.ticket, self.memory
         assert ticket.lowered is not None
         arrays, presumed = ticket.arrays(memory, self._strided), ticket.lowered.presumed
         run.held = memory, self.held
@@ -556,7 +547,7 @@ class TicketInC(InC, CallInFlight):
 
     def agree(self, agreement: Agreement) -> None:
         """`agreement` goes on with what the headers of some ranks say."""
-        ticket, memory, comm = self.ticket, self._memory, self.comm
+        ticket, memory, comm = self.ticket, self.memory, self.comm
         assert ticket.lowered is not None
         _, arrived, expected = memory.fields[:, :, 1]  # the digests
         if self.call.disagrees and (arrived == expected).all():  # as where rows change at every call
@@ -565,11 +556,6 @@ class TicketInC(InC, CallInFlight):
         requests = [(handle, peers[op] if op < len(peers) else -1) for handle, op in self._exported[2]]
         carries = ticket.lowered.agreed.carries
         agreement.go_on(memory.headers[1].reshape(-1), carries, requests, self.call.error, self.call.started)
-
-    @property
-    def extents(self) -> Extents:
-        """The rows of this call."""
-        return self._memory.extents
 
     # -- for the caller
     @property

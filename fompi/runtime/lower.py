@@ -41,6 +41,9 @@ CHECK, IN_PYTHON = number("CHECK"), number("PYTHON")
 MERGE = number("MERGE")
 """Flag of a kernel that Python runs: it is a sum or a copy."""
 
+AWAITS_ROWS = number("AWAITS_ROWS")
+"""Flag of a CHECK: the rows in the headers may be others."""
+
 SYNCHRONOUS, TESTED, ABSOLUTE, CARRIED = map(number, ("SYNCHRONOUS", "TESTED", "ABSOLUTE", "CARRIED"))
 """Flags of a send: it is done when the receiver has posted its receive; its request is tested at once. Of any message:
 its number is its tag. Of a receive: the header of the sender may have carried the data.
@@ -54,7 +57,7 @@ class CallTable(NamedTuple):
     """What C needs of a program, for some rows. `buffers` are those of the program, `nbytes` their sizes.
 
     `unplaced`: those that only kernels of Python use. `blocks`: of each op and each buffer, how it follows from the
-    numbers of `starts_of`. `rows_op`: the op that `Call.sized` ends; -1: there is none.
+    numbers of `starts_of`.
     """
 
     ops: Array
@@ -66,7 +69,6 @@ class CallTable(NamedTuple):
     nbytes: Array
     unplaced: frozenset[str] = frozenset()
     blocks: Array | None = None
-    rows_op: int = -1
 
     @property
     def in_python(self) -> list[int]:
@@ -155,22 +157,18 @@ class Headers(NamedTuple):
 
     Its last word says which message of the plan it carries, and is not compared: `presumed` and the number of that
     message (`handshake.presumption`; 0: headers carry nothing). The data follow it. A header has room for `packet`
-    bytes. `compared`: so many bytes must be as expected. Then the rows follow, which the headers say: an op of Python
-    (`Call.sized`). 0: all but the last word.
+    bytes. `rows_differ`: from what is expected. The call waits for them then (`Call.sized`).
     """
 
     nbytes: int
     packet: int
     tag: int
     presumed: int = 0
-    compared: int = 0
+    rows_differ: bool = False
 
 
 class Agreed(NamedTuple):
-    """A table that begins with an agreement of `front` ops. When the last of them is over, the ranks have agreed.
-
-    `carries`: the last word of the header for each rank.
-    """
+    """A table that begins with an agreement of `front` ops. `carries`: the last word of the header for each rank."""
 
     table: CallTable
     front: int
@@ -178,29 +176,23 @@ class Agreed(NamedTuple):
 
 
 def with_agreement(plan: CallTable, rank: int, size: int, headers: Headers, in_place: bool = False) -> Agreed:
-    """The call of `plan` behind an agreement. The last op of that compares all headers, or waits for the rows.
+    """The call of `plan` behind an agreement. The last op of that compares all headers.
 
     A header goes to each rank and comes from each, in the order of `Agreement._exchange`. It carries the first message
     to that rank that waits for nothing and fits. `in_place`: one op more, the last of all, copies y to x.
     """
-    nbytes, packet, _, presumed, compared = headers
+    nbytes, packet, _, presumed, _ = headers
     peers, outgoing, out = (
         [*range(rank), *range(rank + 1, size)],
         [*range(rank + 1, size), *range(rank)],
         len(plan.buffers),
     )
     ahead = _exchange(peers, outgoing, out, headers)
-    check, front, last = 2 * len(peers), len(ahead), len(ahead) - 1
+    front, last = len(ahead), len(ahead) - 1
     ops = np.concatenate([ahead, plan.ops])
     starts: list[list[int]] = [[] for _ in ahead] + _lists(plan.on_start, front)
-    dones = (
-        [[check] for _ in peers]
-        + [[] for _ in outgoing]
-        + [[last]] * (last - check)
-        + [[]]
-        + _lists(plan.on_done, front)
-    )
-    blockers = np.concatenate([np.array([0] * check + [len(peers)] + [1] * (last - check), np.int32), plan.blockers])
+    dones = [[last] for _ in peers] + [[] for _ in (*outgoing, last)] + _lists(plan.on_done, front)
+    blockers = np.concatenate([np.array([0] * last + [len(peers)], np.int32), plan.blockers])
     blockers[front + plan.first] = 1
     carries = [0] * size
     if presumed:
@@ -229,28 +221,23 @@ def with_agreement(plan: CallTable, rank: int, size: int, headers: Headers, in_p
         np.flatnonzero(blockers == 0).astype(np.int32),
         (*plan.buffers, *HEADERS),
         np.concatenate([plan.nbytes, np.full(3, size * packet, np.int64)]),
-        blocks=np.concatenate([fixed[:front], plan.blocks, fixed[front:]]) if compared else None,
-        rows_op=last if compared else -1,
+        blocks=np.concatenate([fixed[:front], plan.blocks, fixed[front:]]) if headers.rows_differ else None,
     )
     return Agreed(table, front, carries)
 
 
 def _exchange(peers: Sequence[int], outgoing: Sequence[int], out: int, headers: Headers) -> Array:
-    """A receive from each rank, a send to each, the check, and the op of the rows, if there is one.
-
-    `out`: the buffer of the headers that leave.
-    """
-    nbytes, packet, tag, _, compared = headers
-    ops = np.zeros(2 * len(peers) + 1 + bool(compared), OP)
+    """A receive from each rank, a send to each, and the check. `out`: the buffer of the headers that leave."""
+    nbytes, packet, tag, _, rows_differ = headers
+    ops = np.zeros(2 * len(peers) + 1, OP)
     for i, peer in enumerate((*peers, *outgoing)):
         op, is_send = ops[i], i >= len(peers)
         op["kind"], op["peer"], op["number"] = KIND[SEND if is_send else RECV], peer, tag
         op["count"], op["flags"] = nbytes if is_send else packet, ABSOLUTE | TESTED * is_send
         op["buffers"][0], op["offsets"][0] = out if is_send else out + 1, peer * packet
-    ops[-1]["kind"] = IN_PYTHON
-    check = ops[2 * len(peers)]
+    check = ops[-1]
     check["kind"], check["buffers"][:2], check["count"] = CHECK, (out + 1, out + 2), (len(peers) + 1) * packet
-    check["number"], check["divisor"] = compared or nbytes - WORD_NBYTES, packet
+    check["number"], check["divisor"], check["flags"] = nbytes - WORD_NBYTES, packet, AWAITS_ROWS * rows_differ
     return ops
 
 

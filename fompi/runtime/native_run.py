@@ -293,7 +293,7 @@ def made_call(library: Any, made: CallTable, comm: Communicator, compiled: Compi
     """The call of this table on `comm`."""
     call = called(library, made, comm, compiled.is_small(sized), compiled.is_long(sized), compiled.forwards)
     if made.blocks is not None:
-        call.resizable(made.blocks.view(np.uint8), EAGER_NBYTES, min(comm.most_nbytes, MOST_NBYTES), made.rows_op)
+        call.resizable(made.blocks.view(np.uint8), EAGER_NBYTES, min(comm.most_nbytes, MOST_NBYTES))
     return call
 
 
