@@ -81,10 +81,10 @@ def carried(packets: Any, words: Sequence[int], presumed: int) -> dict[tuple[int
     }
 
 
-ROWS_BITS, HINT_BITS, SIGNATURE_BITS = 34, 7, 22
+_ROWS_BITS, HINT_BITS, SIGNATURE_BITS = 34, 7, 22
 """The bits of the third field of a header. Together they fit into a signed 64-bit integer."""
 
-VALUE_BITS = ROWS_BITS
+VALUE_BITS = _ROWS_BITS
 """`agree` sends its value in place of the rows."""
 
 _DESCRIPTION_NBYTES, _ALL_DESCRIPTIONS_NBYTES = 1 << 18, 1 << 26
@@ -222,7 +222,7 @@ class Agreement(Task):
     ):
         self.comm, self.stamp, self.digest, self.describe = comm, stamp, digest, describe
         self.outgoing, self.expects = rows, expects
-        self.hint = (signature << HINT_BITS | hint) << ROWS_BITS
+        self.hint = (signature << HINT_BITS | hint) << _ROWS_BITS
 
     def values(self) -> Sequence[int]:
         """`rows`, once all ranks have agreed. Raises `error`."""
@@ -354,10 +354,10 @@ class Agreement(Task):
             if is_first:
                 if self._carries or any(fields[6::n]):
                     self._take_carried(fields)
-                if self.hint or max(rows) >> ROWS_BITS:
-                    self.same_signature = len({n >> ROWS_BITS + HINT_BITS for n in rows}) == 1
-                    self.hints = [n >> ROWS_BITS & (1 << HINT_BITS) - 1 for n in rows]
-                    rows = tuple(n & (1 << ROWS_BITS) - 1 for n in rows)
+                if self.hint or max(rows) >> _ROWS_BITS:
+                    self.same_signature = len({n >> _ROWS_BITS + HINT_BITS for n in rows}) == 1
+                    self.hints = [n >> _ROWS_BITS & (1 << HINT_BITS) - 1 for n in rows]
+                    rows = tuple(n & (1 << _ROWS_BITS) - 1 for n in rows)
                 self.rows = rows
                 if (max(expected) >= 0 and self._must_confirm(expected, fields[4::n], fields[5::n])) or self.runs:
                     self._exchange_headers(CONFIRMATION)

@@ -71,7 +71,7 @@ typedef struct { /* the dtype `OP` of fompi.runtime.lower */
 
 typedef struct { /* the dtype `BLOCKS` of fompi.runtime.lower: what an op moves, for any rows; of a buffer: its rows */
     int32_t first[3], last[3]; /* of each operand: its first row, and the row behind its last, are starts[first], starts[last].
-                                  -1: the operand stays as it is. A buffer has starts[first[0]] rows */
+                                  0: the operand stays as it is. A buffer has starts[first[0]] rows */
     int32_t size[3];           /* bytes of an element of a kernel; 0: C counts this operand itself */
     int32_t flags[2];          /* of a message that is small, and of another one */
     int64_t width[3];          /* bytes of a row */
@@ -1218,13 +1218,13 @@ static int are_blocks(Call *c) {
     c->n_starts = 0;
     for (int32_t k = 0; k < c->n_buffers; k++) {
         int32_t end = c->blocks[c->n_ops + k].first[0];
-        if (end < -1 || end == INT32_MAX || c->blocks[c->n_ops + k].width[0] < 0) return 0;
+        if (end < 0 || end == INT32_MAX || c->blocks[c->n_ops + k].width[0] < 0) return 0;
         if (end >= c->n_starts) c->n_starts = end + 1;
     }
     for (int32_t i = 0; i < c->n_ops; i++)
         for (int k = 0; k < 3; k++) {
             const Blocks *b = &c->blocks[i];
-            if (b->first[k] < -1 || b->first[k] > b->last[k] || b->last[k] >= c->n_starts || b->size[k] < 0 || b->width[k] < 0)
+            if (b->first[k] < 0 || b->first[k] > b->last[k] || b->last[k] >= c->n_starts || b->size[k] < 0 || b->width[k] < 0)
                 return 0;
         }
     return 1;
@@ -1251,7 +1251,7 @@ static int resize_op(const Call *c, Op *o, const Blocks *b, const int64_t *start
     int n = o->kind == KERNEL ? 3 : o->kind == SEND || o->kind == RECV ? 1 : 0, is_counted = 0;
     for (int k = 0; k < n; k++) {
         int64_t nbytes;
-        if (b->first[k] < 0) continue;
+        if (!b->first[k]) continue;
         if (__builtin_mul_overflow(starts[b->first[k]], b->width[k], &o->offsets[k])) return 0;
         if (__builtin_mul_overflow(starts[b->last[k]] - starts[b->first[k]], b->width[k], &nbytes)) return 0;
         if (!b->size[k]) continue;
@@ -1266,7 +1266,7 @@ static int resize_op(const Call *c, Op *o, const Blocks *b, const int64_t *start
 static int resize(Call *c, const int64_t *starts) {
     const Blocks *of_buffers = c->blocks + c->n_ops;
     for (int32_t k = 0; k < c->n_buffers; k++)
-        if (of_buffers[k].first[0] >= 0 && __builtin_mul_overflow(starts[of_buffers[k].first[0]], of_buffers[k].width[0], &c->nbytes[k]))
+        if (of_buffers[k].first[0] && __builtin_mul_overflow(starts[of_buffers[k].first[0]], of_buffers[k].width[0], &c->nbytes[k]))
             return 0;
     memset(c->needs, 0, (size_t)c->n_buffers);
     for (int32_t i = 0; i < c->n_ops; i++) {

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable, Mapping, Sequence
-from operator import index
 from typing import Any
 
 import numpy as np
@@ -85,18 +84,16 @@ def known_call(name: str, args: Sequence[Any], options: Mapping[str, Any], compa
 
 
 def _with_counts(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> KnownCall | None:
-    """The key of an all-to-all of a tensor with counts for its first dimension."""
-    place: Any = place_of(args[0]) if len(args) == 1 else None
+    """The key of an all-to-all with counts of its first dimension, which are right."""
+    counts, place = options["counts"], place_of(args[0]) if len(args) == 1 else None  # type: Any, Any
     if name != "all_to_all" or place is None or not {*options} <= {"counts", "comm"}:
         return None
     (dtype, shape, writeable), at = place
-    try:
-        counts = tuple(map(index, options["counts"]))
-    except TypeError:
+    if type(counts) not in (list, tuple) or not shape or {*map(type, counts)} != {int}:
         return None
-    if not shape or min(counts, default=-1) < 0 or sum(counts) != shape[0]:
+    if min(counts) < 0 or sum(counts) != shape[0]:
         return None
-    return KnownCall((name, "counts", dtype, shape[1:], writeable), tuple(args), (at,), None, 0, counts)
+    return KnownCall((name, "counts", dtype, shape[1:], writeable), tuple(args), (at,), None, 0, tuple(counts))
 
 
 class Shortcuts:

@@ -23,15 +23,7 @@ import numpy as np
 from fompi.base.errors import WaitTimeout
 from fompi.base.layout import CARRIERS, ITEMSIZE, Extents, Slices
 from fompi.engine.communicator import Communicator
-from fompi.engine.handshake import (
-    HEADER_NBYTES,
-    HINT_BITS,
-    ROWS_BITS,
-    Agreement,
-    carried,
-    packet_nbytes,
-    presumption,
-)
+from fompi.engine.handshake import HEADER_NBYTES, VALUE_BITS, Agreement, carried, packet_nbytes, presumption
 from fompi.engine.in_flight import FINISHED, HAS_KERNELS
 from fompi.engine.tasks import DONE, HANDSHAKE, CallInFlight, Sent, Task
 from fompi.ops.arguments import MOST_ROWS, Arguments, LocalCall, names_of
@@ -164,6 +156,7 @@ class Ticket:
     is_worked_out = False
     last_stamp = 0
     rows_differ = False
+    _ends: Callable[..., bool]  # goes on with a call whose rows differ. True: C has finished it
 
     def __init__(
         self,
@@ -390,10 +383,6 @@ class Ticket:
                 return DONE
             return flight
 
-    def _ends(self, memory: Memory, state: int, addresses: tuple[int, ...], held: Any) -> bool:
-        """Go on with a call whose rows differ. True: C has finished it."""
-        raise NotImplementedError
-
     def _memory(self) -> Memory | None:
         """Memory for one more call in flight. None: C does not know the plan, or there is none."""
         if self._in_flight >= MOST_IN_FLIGHT or self.lowered is None:
@@ -446,7 +435,8 @@ class CountsTicket(Ticket):
         if made is None or made.kernels or self.kept or made.headers[1][:, 3].max() >= 0 or {*self.given} != {"x", "y"}:
             self.is_dropped = True
             return None
-        made.headers[0][:, 4:6] = 0  # no digests of rows
+        own, self._hint = made.headers[0], int(made.headers[0][0, 2]) >> VALUE_BITS
+        own[:, 4:6] = 0  # no digests of rows
         return made
 
     def run(self, call: KnownCall, describe: Callable[[], Any]) -> tuple[Any, Any]:
@@ -457,9 +447,9 @@ class CountsTicket(Ticket):
             if memory is None or len(counts) != comm.size:
                 return None, None
             self._free.append(memory)  # the one that `begin` takes
-            hint = int(memory.fields[0, 0, 2]) >> ROWS_BITS
-            hint = hint and hint >> HINT_BITS << HINT_BITS | encode_rows(counts, comm.rank)
-            memory.fields[0, :, 2] = words = [hint << ROWS_BITS | n for n in counts]
+            if hint := self._hint:
+                hint += encode_rows(counts, comm.rank) - encode_rows(self.extents.send, comm.rank)
+            memory.fields[0, :, 2] = words = [hint << VALUE_BITS | n for n in counts]
             memory.fields[1, comm.rank, 2], memory.counts = words[comm.rank], counts
             return self.begin(self._in_order((*call.addresses, 0)), held, describe, True), held[-1]
 
@@ -471,10 +461,7 @@ class CountsTicket(Ticket):
         memory.extents = extents_of(program.plan.problem, comm.rank, program.plan.shares, memory.counts, rows)
         memory.sized = sized = program.sized(memory.extents)
         dtype = program.buffers["y"].dtype
-        try:
-            y = comm.engine.arena.take(sized.shapes["y"], dlpack.STORAGE[dtype])
-        except MemoryError:  # the other ranks hear of it
-            return False
+        y = comm.engine.arena.take(sized.shapes["y"], dlpack.STORAGE[dtype])
         held[-1], at = dlpack.lend(y, dtype, self._framework), address_of(y)
         memory.addresses = tuple([n or at for n in addresses])
         how = program.is_small(sized), program.is_long(sized)

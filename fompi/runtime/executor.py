@@ -24,6 +24,7 @@ from fompi.runtime.baselines import ROUNDS, Baselines
 from fompi.runtime.bound_plan import BoundMemory, BoundPlan
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.given import Given
+from fompi.runtime.lower import starts_of
 from fompi.runtime.native_run import (
     IN_C_SECONDS,
     NO_KERNELS,
@@ -34,7 +35,6 @@ from fompi.runtime.native_run import (
     drive_in_c,
     finished_run,
     native_call,
-    resized,
     seconds_in_c,
     taken_over,
 )
@@ -194,8 +194,8 @@ class Executor(BoundPlan):
     def _fits_in_c(self) -> bool:
         """Let the call in C have the rows in use. False: it cannot."""
         if self._sizes is not self._sizes_in_c:
-            sized = self.compiled.sized(self._extents)
-            self._sizes_in_c = self._sizes if resized(self._in_c, self.compiled, sized) else None
+            starts = starts_of(self.compiled.sized(self._extents))
+            self._sizes_in_c = self._sizes if self._in_c.resize(starts, self._is_small, self._is_long) else None
         return self._sizes_in_c is not None
 
     def _flies(

@@ -29,9 +29,7 @@ OP = np.dtype(
 )
 """`Op` of engine.c."""
 
-BLOCKS = np.dtype(
-    [*((name, "i4", 3) for name in ("first", "last", "size")), ("flags", "i4", 2), ("width", "i8", 3)], True
-)
+BLOCKS = np.dtype([("first", "3i4"), ("last", "3i4"), ("size", "3i4"), ("flags", "2i4"), ("width", "3i8")], align=True)
 """`Blocks` of engine.c."""
 
 KIND = {SEND: number("SEND"), RECV: number("RECV"), COMPUTE: number("KERNEL")}
@@ -41,12 +39,11 @@ CHECK, IN_PYTHON = number("CHECK"), number("PYTHON")
 MERGE = number("MERGE")
 """Flag of a kernel that Python runs: it is a sum or a copy."""
 
-AWAITS_ROWS = number("AWAITS_ROWS")
-"""Flag of a CHECK: the rows in the headers may be others."""
-
-SYNCHRONOUS, TESTED, ABSOLUTE, CARRIED = map(number, ("SYNCHRONOUS", "TESTED", "ABSOLUTE", "CARRIED"))
+FLAGS = "SYNCHRONOUS", "TESTED", "ABSOLUTE", "CARRIED", "AWAITS_ROWS"
+SYNCHRONOUS, TESTED, ABSOLUTE, CARRIED, AWAITS_ROWS = map(number, FLAGS)
 """Flags of a send: it is done when the receiver has posted its receive; its request is tested at once. Of any message:
-its number is its tag. Of a receive: the header of the sender may have carried the data.
+its number is its tag. Of a receive: the header of the sender may have carried the data. Of a CHECK of headers: their
+rows may be others.
 """
 
 MOST_NBYTES = (1 << 31) - 1
@@ -86,8 +83,7 @@ def table(compiled: Compiled, sized: Sized, most_nbytes: int, kernels: Collectio
     names = tuple(compiled.buffers)
     index = {name: number for number, name in enumerate(names)}
     ops, blocks = np.zeros(len(compiled.ops), OP), np.zeros(len(compiled.ops) + len(names), BLOCKS)
-    blocks["first"] = -1  # it stays as it is
-    at, behind = dict[str, int](), 0
+    at, behind = dict[str, int](), 1  # 0 stands for what stays as it is
     for name, starts in sized.starts.items():
         at[name], behind = behind, behind + len(starts)
         buffer = blocks[len(compiled.ops) + index[name]]
@@ -102,20 +98,16 @@ def table(compiled: Compiled, sized: Sized, most_nbytes: int, kernels: Collectio
         spans = [_span(compiled, sized, place) for place in operands]
         op["buffers"][: len(operands)] = [index[place.buffer] for place in operands]
         op["offsets"][: len(operands)] = [start for start, _ in spans]
-        widths = [1] * len(operands)
+        sizes = [1] * len(operands)
         if kind == COMPUTE and (op["kernel"], op["dtype"]) != (COPY, BYTE):
-            widths = [ITEMSIZE[compiled.buffers[place.buffer].dtype] for place in operands]
-        for k, (name, start, stop, nbytes) in enumerate(operands):
+            buffers = [compiled.buffers[place.buffer] for place in operands]
+            sizes = [0 if b.wire else ITEMSIZE[b.dtype] for b in buffers]  # 0: bytes, which C counts itself
+        for k, (name, first, last, width) in enumerate(operands):
             if name in at:
-                is_counted = kind != COMPUTE or not compiled.buffers[name].wire
-                block = at[name] + start, at[name] + stop, widths[k] * is_counted, nbytes
-                for field, value in zip(("first", "last", "size", "width"), block, strict=True):
-                    blocks[i][field][k] = value
-        counts = {
-            (stop - start) // width
-            for (start, stop), width, place in zip(spans, widths, operands, strict=True)
-            if kind != COMPUTE or not compiled.buffers[place.buffer].wire  # bytes, which C counts itself
-        }
+                of_op = blocks[i]
+                of_op["first"][k], of_op["last"][k] = at[name] + first, at[name] + last
+                of_op["size"][k], of_op["width"][k] = sizes[k], width
+        counts = {(stop - start) // size for (start, stop), size in zip(spans, sizes, strict=True) if size}
         if kind == COMPUTE:
             if len(counts) > 1:
                 ops[i] = np.zeros((), OP)
@@ -144,8 +136,8 @@ def table(compiled: Compiled, sized: Sized, most_nbytes: int, kernels: Collectio
 
 
 def starts_of(sized: Sized) -> array[int]:
-    """The first row of each block of each buffer, and where the last one ends: what `Call.resize` takes."""
-    return array("q", [n for starts in sized.starts.values() for n in starts])
+    """What `Call.resize` takes: the first row of each block of each buffer, and where the last one ends."""
+    return array("q", [0, *(n for starts in sized.starts.values() for n in starts)])
 
 
 HEADERS = ("headers out", "headers in", "headers expected")
@@ -211,8 +203,7 @@ def with_agreement(plan: CallTable, rank: int, size: int, headers: Headers, in_p
         starts, dones = [*starts, []], [*dones, []]
         blockers = np.append(blockers, np.int32(1 + len(plan.ops)))
         ops = np.append(ops, _copy_of(plan, "y", "x"))
-    fixed = np.zeros(front + len(HEADERS), BLOCKS)
-    fixed["first"] = -1
+    fixed = np.zeros(front, BLOCKS), np.zeros(len(HEADERS), BLOCKS)
     table = CallTable(
         ops,
         _edges(starts),
@@ -221,7 +212,7 @@ def with_agreement(plan: CallTable, rank: int, size: int, headers: Headers, in_p
         np.flatnonzero(blockers == 0).astype(np.int32),
         (*plan.buffers, *HEADERS),
         np.concatenate([plan.nbytes, np.full(3, size * packet, np.int64)]),
-        blocks=np.concatenate([fixed[:front], plan.blocks, fixed[front:]]) if headers.rows_differ else None,
+        blocks=np.concatenate([fixed[0], plan.blocks, fixed[1]]) if headers.rows_differ else None,
     )
     return Agreed(table, front, carries)
 

@@ -22,7 +22,7 @@ from fompi.engine.tasks import Task
 from fompi.mpi.transport import start_mpi
 from fompi.runtime.compiled import Compiled, Sized
 from fompi.runtime.given import array_at
-from fompi.runtime.lower import MOST_NBYTES, CallTable, starts_of, table
+from fompi.runtime.lower import MOST_NBYTES, CallTable, table
 from fompi.runtime.program import Run
 
 if TYPE_CHECKING:
@@ -282,11 +282,6 @@ def native_call(
         return None
     made = table(compiled, sized, comm.most_nbytes, kernels)
     return None if made is None else NativeCall(made_call(library, made, comm, compiled, sized), made.unplaced)
-
-
-def resized(call: Call, compiled: Compiled, sized: Sized) -> bool:
-    """Let the next calls have these rows. False: C cannot do that."""
-    return call.resize(starts_of(sized), compiled.is_small(sized), compiled.is_long(sized))
 
 
 def made_call(library: Any, made: CallTable, comm: Communicator, compiled: Compiled, sized: Sized) -> Call:
