@@ -89,9 +89,8 @@ def _with_counts(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> 
     if name != "all_to_all" or place is None or not {*options} <= {"counts", "comm"}:
         return None
     (dtype, shape, writeable), at = place
-    if type(counts) not in (list, tuple) or not shape or {*map(type, counts)} != {int}:
-        return None
-    if min(counts) < 0 or sum(counts) != shape[0]:
+    is_plain = type(counts) in (list, tuple) and {*map(type, counts)} == {int}
+    if not is_plain or not shape or min(counts) < 0 or sum(counts) != shape[0]:
         return None
     return KnownCall((name, "counts", dtype, shape[1:], writeable), tuple(args), (at,), None, 0, tuple(counts))
 

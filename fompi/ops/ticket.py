@@ -423,10 +423,7 @@ class Ticket:
 
 
 class CountsTicket(Ticket):
-    """A ticket of an all-to-all with counts, which are others at every call.
-
-    C compares all but the rows. These say the sizes of the plan and of the result, which Python makes in between.
-    """
+    """Of an all-to-all whose counts differ. C compares all but the rows, which then say what Python must allocate."""
 
     rows_differ = True
 

@@ -162,7 +162,10 @@ class Executor(BoundPlan):
         self._noted = None
         if engine.report is not None or comm.recording is not None:
             self._noted = comm.recording, self._extents
-        if channel.failures or channel.lost is not None or not self._fits_in_c():
+        if self._sizes is not self._sizes_in_c:
+            starts = starts_of(self.compiled.sized(self._extents))
+            self._sizes_in_c = self._sizes if call.resize(starts, self._is_small, self._is_long) else None
+        if channel.failures or channel.lost is not None or self._sizes_in_c is None:
             return False
         if bases is not self._placed:
             call.place(bases)
@@ -190,13 +193,6 @@ class Executor(BoundPlan):
             else:
                 self._arrived()
         return True
-
-    def _fits_in_c(self) -> bool:
-        """Let the call in C have the rows in use. False: it cannot."""
-        if self._sizes is not self._sizes_in_c:
-            starts = starts_of(self.compiled.sized(self._extents))
-            self._sizes_in_c = self._sizes if self._in_c.resize(starts, self._is_small, self._is_long) else None
-        return self._sizes_in_c is not None
 
     def _flies(
         self,

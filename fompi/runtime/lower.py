@@ -91,10 +91,7 @@ def table(compiled: Compiled, sized: Sized, most_nbytes: int, kernels: Collectio
     for i, kind in enumerate(compiled.kinds):
         op = ops[i]
         op["kind"] = KIND[kind]
-        operands = _kernel(compiled, i, op, kernels) if kind == COMPUTE else compiled.places(i)
-        if operands is None:
-            op["kind"], op["flags"] = IN_PYTHON, MERGE * compiled.merges[i]
-            continue
+        operands = (_kernel(compiled, i, op, kernels) if kind == COMPUTE else compiled.places(i)) or []
         spans = [_span(compiled, sized, place) for place in operands]
         op["buffers"][: len(operands)] = [index[place.buffer] for place in operands]
         op["offsets"][: len(operands)] = [start for start, _ in spans]
@@ -108,14 +105,13 @@ def table(compiled: Compiled, sized: Sized, most_nbytes: int, kernels: Collectio
                 of_op["first"][k], of_op["last"][k] = at[name] + first, at[name] + last
                 of_op["size"][k], of_op["width"][k] = sizes[k], width
         counts = {(stop - start) // size for (start, stop), size in zip(spans, sizes, strict=True) if size}
-        if kind == COMPUTE:
-            if len(counts) > 1:
-                ops[i] = np.zeros((), OP)
-                op["kind"], op["flags"] = IN_PYTHON, MERGE * compiled.merges[i]
-            else:
-                op["count"] = counts.pop()
+        if not operands or (kind == COMPUTE and len(counts) > 1):
+            ops[i] = np.zeros((), OP)
+            op["kind"], op["flags"] = IN_PYTHON, MERGE * compiled.merges[i]
             continue
         op["count"] = nbytes = counts.pop()
+        if kind == COMPUTE:
+            continue
         if len(operands) != 1 or nbytes > min(most_nbytes, MOST_NBYTES):
             return None
         op["peer"], op["number"] = compiled.peers[i], compiled.numbers[i]
