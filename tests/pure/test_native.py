@@ -289,6 +289,34 @@ def test_wrong_tables_are_refused():
     assert refused > 250
 
 
+def test_wrong_rows_are_refused():
+    """Spoiled blocks and rows are an error, or do not fit, or keep every op inside its buffers."""
+    draw, refused = Random(7), 0
+    ranks, _, mpi = ranks_of(catalogue.problems(3)["reduce_scatter"], "ring", 2, 1)
+    compiled, right = ranks[1].compiled, ranks[1].table
+    sizes = catalogue.sizes(compiled.plan.problem, "even")
+    rows = np.array(starts_of(compiled.sized(compiled.plan.extents(1, sizes))))
+    for _ in range(300):
+        call, blocks, starts = made(mpi, right), right.blocks.view(np.uint8).copy(), rows.copy()
+        place = draw.choice([blocks, starts.view(np.uint8)])
+        place[draw.randrange(len(place))] ^= 1 << draw.randrange(8)
+        try:
+            call.resizable(blocks, 4096, 1 << 30)
+            fits = call.resize(starts, False, False)
+        except ValueError:
+            refused += 1
+            continue
+        if not fits:
+            refused += 1
+            with pytest.raises(ValueError, match="do not fit"):
+                call.run(0, 0.0, 1.0)
+    assert refused > 100
+    with pytest.raises(ValueError, match="one start"):
+        ranks[1].call.resize(rows[1:], False, False)
+    with pytest.raises(RuntimeError, match="does not wait"):
+        ranks[1].call.sized(rows, False, False, (), 0.0, 1.0)
+
+
 @pytest.mark.parametrize("wrong", [(0, 1, 1, 1, 1, 7, 4), (1, 1, 1, 1, 1, 7, 3000), (1, 1, 1, 1, 1, 7, 0)])
 def test_a_library_without_functions_is_refused(wrong):
     with pytest.raises(ValueError, match="no address"):
