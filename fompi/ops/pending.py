@@ -44,7 +44,7 @@ from fompi.plans.rows import extents_of
 from fompi.plans.staged import for_device
 from fompi.plans.verify import verify
 from fompi.runtime.compiled import Compiled
-from fompi.runtime.native_run import Times, drive_in_c, finished_run
+from fompi.runtime.native_run import Times, drive_in_c, finished_run, is_for_c
 from fompi.runtime.needs import out_of_memory
 from fompi.runtime.program import Run, enter
 from fompi.schedules.registry import REGISTERED, SCHEDULES, available, messages_per_peer, write
@@ -400,7 +400,8 @@ class Pending(CallInFlight):
     def at_once(self) -> Any:
         """The result of a call that the program makes and waits for in one step."""
         y, known = self._results(self._compiled) if self.task is DONE else self.wait(), self._arguments.known
-        if known is not None and known.counts is not None and known.key not in self._comm.tickets:
+        is_for_ticket = self._comm.library is not None and is_for_c(self._backend)
+        if known is not None and known.counts is not None and is_for_ticket and known.key not in self._comm.tickets:
             self._remember(known.key, CountsTicket)
         return y
 
