@@ -19,6 +19,9 @@ class CutShort:
         self.left = self.rounds()
         return self._driven(self.call.run_on(tag, 0.0, 1.0, *memory))
 
+    def sized(self, starts, is_small, is_long, addresses, *times):
+        return self._driven(self.call.sized(starts, is_small, is_long, addresses, 0.0, 1.0))
+
     def drive(self, seconds, stall):
         return self._driven(self.call.drive(0.0, 1.0))
 

@@ -50,6 +50,8 @@ enum { SEND, RECV, KERNEL, CHECK, PYTHON }; /* kinds of ops; a CHECK goes on if 
 enum { SYNCHRONOUS = 1, TESTED = 2, ABSOLUTE = 4, CARRIED = 8 }; /* Issend; tested at once; `number` is the tag itself; of a
                                                                   receive: a header may have carried the data */
 enum { MERGE = 1 }; /* flag of a kernel of Python: a sum or a copy */
+enum { AWAITS_ROWS = 1, ROWS_BITS = 34 }; /* flag of a CHECK of headers: their rows may differ, the lowest bits of the third
+                                             word; what saves a second round is not compared; it is over when the call is `sized` */
 enum { FINISHED, GOES_ON, STALLED, FAILED, DISAGREES, HAS_KERNELS }; /* the state of a call; the last: for Python */
 enum { MOVED = 1, HAS_ENDED = 2, HAS_READY = 4 }; /* what `Library.poll` returns; the last two are the news for Python */
 
@@ -66,6 +68,14 @@ typedef struct { /* the dtype `OP` of fompi.runtime.lower */
                            is equal to the third */
     int64_t count;      /* bytes of a message, elements of a kernel */
 } Op;
+
+typedef struct { /* the dtype `BLOCKS` of fompi.runtime.lower: what an op moves, for any rows; of a buffer: its rows */
+    int32_t first[3], last[3]; /* of each operand: its first row, and the row behind its last, are starts[first], starts[last].
+                                  0: the operand stays as it is. A buffer has starts[first[0]] rows */
+    int32_t size[3];           /* bytes of an element of a kernel; 0: C counts this operand itself */
+    int32_t flags[2];          /* of a message that is small, and of another one */
+    int64_t width[3];          /* bytes of a row */
+} Blocks;
 
 typedef struct {
     PyObject_HEAD
@@ -115,6 +125,9 @@ struct Call {
     int64_t *nbytes; /* of the buffers */
     char **bases, *needs; /* where they are; 1: an op of C uses it */
     int32_t *given, n_given, n_stamped, stamped_every; /* `forms`: what `begin` writes */
+    Blocks *blocks; /* of the ops, then of the buffers. NULL: its rows stay as they are */
+    int32_t n_starts, is_unsized, rows_op; /* 1: no rows have fit; the CHECK that awaits rows, or -1 */
+    int64_t small_nbytes, most_nbytes;
     Handle comm;
     /* the call in flight */
     int32_t tag, unfinished, head, tail, n_ready, n_python, n_timed, n_pending, is_driven;
@@ -208,8 +221,17 @@ static void complete(Call *c, int32_t i) { complete_at(c, i, now()); }
 
 static int are_equal(const Call *c, const Op *o) {
     const char *a = at(c, o, 0), *b = at(c, o, 1);
-    for (int64_t k = 0; k < o->count; k += o->divisor)
-        if (memcmp(a + k, b + k, (size_t)o->number)) return 0;
+    for (int64_t k = 0; k < o->count; k += o->divisor) {
+        if (o->flags & AWAITS_ROWS) {
+            int64_t mine[4], theirs[4]; /* the call, its digest, hint and rows, how many rows are expected */
+            memcpy(mine, a + k, sizeof mine);
+            memcpy(theirs, b + k, sizeof theirs);
+            if (mine[0] != theirs[0] || mine[1] != theirs[1] || mine[2] >> ROWS_BITS != theirs[2] >> ROWS_BITS || mine[3] != theirs[3])
+                return 0;
+        } else if (memcmp(a + k, b + k, (size_t)o->number)) {
+            return 0;
+        }
+    }
     return 1;
 }
 
@@ -280,6 +302,11 @@ static void start_ops(Call *c) {
         if (o->kind == CHECK && !are_equal(c, o)) {
             c->disagrees = 1;
             return;
+        }
+        if (o->kind == CHECK && o->flags & AWAITS_ROWS) {
+            c->head++;
+            kernel_ready(c->python, c->n_python++, i);
+            continue;
         }
         if (o->kind == KERNEL || o->kind == CHECK) {
             c->begun[i] = now();
@@ -444,6 +471,9 @@ static void rest(Call *c, long times) {
     lock(c->library);
 }
 
+/* 1: only `sized` goes on with the call, at once. */
+static int awaits_rows(const Call *c) { return c->rows_op >= 0 && c->unfinished && c->n_python && c->python[0] == c->rows_op; }
+
 /* Drives the call for `seconds`, or until it has made no progress for `stall` seconds. 0 seconds: one round.
  *
  * It ends early if Python has something to do. Other calls in flight go on meanwhile. If the call has not ended, it is in
@@ -490,7 +520,7 @@ static int drive(Call *c, double seconds, double stall) {
     if (state == FINISHED || state == FAILED || state == DISAGREES) {
         land(c);
         tell(mpi); /* Python polls no more for this call, and there may be news of others */
-    } else {
+    } else if (!awaits_rows(c)) {
         depart(c);
         mpi->program = c->spins ? (pid_t)syscall(SYS_gettid) : 0;
     }
@@ -840,7 +870,8 @@ static int is_op(const Call *c, const Op *o) {
     if (o->kind == PYTHON) return 1;
     if (o->kind == CHECK)
         return o->count >= 0 && o->number >= 0 && o->number <= o->divisor && o->divisor > 0 && o->count % o->divisor == 0 &&
-               is_inside(c, o, 0, o->count) && is_inside(c, o, 1, o->count);
+               is_inside(c, o, 0, o->count) && is_inside(c, o, 1, o->count) &&
+               (!(o->flags & AWAITS_ROWS) || o->divisor >= 4 * (int)sizeof(int64_t));
     if (o->kind != KERNEL || o->count < 0 || o->count > INT64_MAX / 32) return 0;
     for (int k = 0; k < 3; k++) {
         int64_t nbytes = kernel_nbytes(o->kernel, o->dtype, o->divisor, o->flags, k, o->count);
@@ -886,7 +917,7 @@ static void call_free(PyObject *object) {
     Call *c = (Call *)object;
     if (c->library && c->library->process == getpid()) stay(c);
     void *all[] = {c->ops, c->start_at, c->start_to, c->done_at, c->done_to, c->blockers_at_first, c->first, c->nbytes,
-                   c->bases, c->needs, c->given, c->blockers, c->queue, c->ready, c->python, c->timed, c->dues, c->owners, c->indices, c->finished,
+                   c->bases, c->needs, c->given, c->blocks, c->blockers, c->queue, c->ready, c->python, c->timed, c->dues, c->owners, c->indices, c->finished,
                    c->requests, c->statuses, c->begun};
     for (size_t k = 0; k < sizeof all / sizeof *all; k++) free(all[k]);
     Py_XDECREF((PyObject *)c->library);
@@ -912,6 +943,7 @@ static PyObject *call_new(PyTypeObject *type, PyObject *args, PyObject *options)
     c->spins = spins;
     c->is_long = is_long;
     c->forwards = forwards;
+    c->rows_op = -1;
     int32_t **lists[] = {&c->start_at, &c->start_to, &c->done_at, &c->done_to};
     if ((c->ops = copied(ops, sizeof(Op), &c->n_ops)) == NULL) goto failed;
     for (int k = 0; k < 4; k++)
@@ -922,6 +954,7 @@ static PyObject *call_new(PyTypeObject *type, PyObject *args, PyObject *options)
     for (int32_t i = 0; i < c->n_ops; i++) {
         c->n_messages += c->ops[i].kind == SEND || c->ops[i].kind == RECV;
         c->n_python_ops += c->ops[i].kind == PYTHON;
+        if (c->ops[i].kind == CHECK && c->ops[i].flags & AWAITS_ROWS) c->rows_op = i;
     }
     size_t n = (size_t)c->n_ops + 1, m = (size_t)c->n_messages + 1;
     c->blockers = calloc(n, sizeof(int32_t));
@@ -965,6 +998,10 @@ static int refuse_if_unfinished(const Call *c) {
 }
 
 static int refuse_if_unplaced(const Call *c) {
+    if (c->is_unsized) {
+        PyErr_SetString(PyExc_ValueError, "its rows do not fit");
+        return 1;
+    }
     for (int32_t k = 0; k < c->n_buffers; k++) {
         if (!c->needs[k] || c->bases[k]) continue;
         PyErr_Format(PyExc_ValueError, "buffer %d has no address", (int)k);
@@ -996,6 +1033,7 @@ static void reset(Call *c, int tag) {
     c->head = c->n_ready = c->n_python = c->n_timed = c->n_taken = c->has_news = c->n_pending = c->error = c->disagrees = 0;
     c->tail = c->n_first;
     c->unfinished = c->n_ops;
+    if (c->rows_op >= 0) c->is_long = 0; /* its rows are unknown */
     c->tag = tag;
     c->started = c->moved_at = now();
 }
@@ -1175,6 +1213,105 @@ static PyObject *call_form(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* Notes how many starts there are. 0: a block is none. */
+static int are_blocks(Call *c) {
+    c->n_starts = 0;
+    for (int32_t k = 0; k < c->n_buffers; k++) {
+        int32_t end = c->blocks[c->n_ops + k].first[0];
+        if (end < 0 || end == INT32_MAX || c->blocks[c->n_ops + k].width[0] < 0) return 0;
+        if (end >= c->n_starts) c->n_starts = end + 1;
+    }
+    for (int32_t i = 0; i < c->n_ops; i++)
+        for (int k = 0; k < 3; k++) {
+            const Blocks *b = &c->blocks[i];
+            if (b->first[k] < 0 || b->first[k] > b->last[k] || b->last[k] >= c->n_starts || b->size[k] < 0 || b->width[k] < 0)
+                return 0;
+        }
+    return 1;
+}
+
+static PyObject *call_resizable(PyObject *self, PyObject *args) {
+    Call *c = (Call *)self;
+    PyObject *blocks;
+    int32_t n;
+    long long small, most;
+    if (!PyArg_ParseTuple(args, "OLL", &blocks, &small, &most) || refuse_if_unfinished(c)) return NULL;
+    free(c->blocks);
+    if ((c->blocks = copied(blocks, sizeof(Blocks), &n)) == NULL) return NULL;
+    c->small_nbytes = small, c->most_nbytes = most;
+    if (n == c->n_ops + c->n_buffers && are_blocks(c)) Py_RETURN_NONE;
+    free(c->blocks);
+    c->blocks = NULL;
+    PyErr_SetString(PyExc_ValueError, "a block is none of these starts");
+    return NULL;
+}
+
+/* The offsets, the count and the flags of an op for these rows. 0: C does not know such an op. */
+static int resize_op(const Call *c, Op *o, const Blocks *b, const int64_t *starts) {
+    int n = o->kind == KERNEL ? 3 : o->kind == SEND || o->kind == RECV ? 1 : 0, is_counted = 0;
+    for (int k = 0; k < n; k++) {
+        int64_t nbytes;
+        if (!b->first[k]) continue;
+        if (__builtin_mul_overflow(starts[b->first[k]], b->width[k], &o->offsets[k])) return 0;
+        if (__builtin_mul_overflow(starts[b->last[k]] - starts[b->first[k]], b->width[k], &nbytes)) return 0;
+        if (!b->size[k]) continue;
+        if (is_counted && nbytes / b->size[k] != o->count) return 0;
+        o->count = nbytes / b->size[k];
+        is_counted = 1;
+    }
+    if (is_counted && o->kind == SEND) o->flags = b->flags[o->count > c->small_nbytes];
+    return (n != 1 || o->count <= c->most_nbytes) && is_op(c, o);
+}
+
+static int resize(Call *c, const int64_t *starts) {
+    const Blocks *of_buffers = c->blocks + c->n_ops;
+    for (int32_t k = 0; k < c->n_buffers; k++)
+        if (of_buffers[k].first[0] && __builtin_mul_overflow(starts[of_buffers[k].first[0]], of_buffers[k].width[0], &c->nbytes[k]))
+            return 0;
+    memset(c->needs, 0, (size_t)c->n_buffers);
+    for (int32_t i = 0; i < c->n_ops; i++) {
+        if (!resize_op(c, &c->ops[i], &c->blocks[i], starts)) return 0;
+        note_needs(c, &c->ops[i]);
+    }
+    return 1;
+}
+
+/* `is_unsized` says whether the rows fit. 0: an error is set. */
+static int resized(Call *c, PyObject *starts, int is_small, int is_long) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(starts, &view, PyBUF_SIMPLE) < 0) return 0;
+    int is_right = c->blocks != NULL && view.len == (Py_ssize_t)(c->n_starts * sizeof(int64_t));
+    if (is_right) {
+        c->is_small = is_small, c->is_long = is_long;
+        c->is_unsized = !resize(c, view.buf);
+    } else {
+        PyErr_SetString(PyExc_ValueError, "each block has one start");
+    }
+    PyBuffer_Release(&view);
+    return is_right;
+}
+
+static PyObject *call_resize(PyObject *self, PyObject *args) {
+    Call *c = (Call *)self;
+    PyObject *starts;
+    int is_small, is_long;
+    if (!PyArg_ParseTuple(args, "Opp", &starts, &is_small, &is_long) || refuse_if_unfinished(c)) return NULL;
+    return resized(c, starts, is_small, is_long) ? PyBool_FromLong(!c->is_unsized) : NULL;
+}
+
+/* Where the buffers of `form` are. 0: an error is set. */
+static int place_given(Call *c, PyObject *addresses) {
+    if (PyTuple_Size(addresses) != c->n_given) {
+        PyErr_SetString(PyExc_ValueError, "each given buffer has one address");
+        return 0;
+    }
+    for (int32_t k = 0; k < c->n_given; k++) {
+        c->bases[c->given[k]] = (char *)PyLong_AsVoidPtr(PyTuple_GetItem(addresses, k));
+        if (PyErr_Occurred()) return 0;
+    }
+    return 1;
+}
+
 static PyObject *call_run_on(PyObject *self, PyObject *args) {
     Call *c = (Call *)self;
     PyObject *addresses;
@@ -1182,20 +1319,31 @@ static PyObject *call_run_on(PyObject *self, PyObject *args) {
     long long stamp;
     int tag;
     if (!PyArg_ParseTuple(args, "iddLO!", &tag, &seconds, &stall, &stamp, &PyTuple_Type, &addresses)) return NULL;
-    if (refuse_if_unfinished(c)) return NULL;
-    if (PyTuple_Size(addresses) != c->n_given) {
-        PyErr_SetString(PyExc_ValueError, "each given buffer has one address");
-        return NULL;
-    }
-    for (int32_t k = 0; k < c->n_given; k++) {
-        c->bases[c->given[k]] = (char *)PyLong_AsVoidPtr(PyTuple_GetItem(addresses, k));
-        if (PyErr_Occurred()) return NULL;
-    }
-    if (refuse_if_unplaced(c)) return NULL;
+    if (refuse_if_unfinished(c) || !place_given(c, addresses) || (c->rows_op < 0 && refuse_if_unplaced(c))) return NULL;
     for (int k = 1; k <= c->n_stamped; k++)
         for (int64_t at = 0; at < c->nbytes[c->n_buffers - k]; at += c->stamped_every)
             memcpy(c->bases[c->n_buffers - k] + at, &stamp, sizeof(int64_t));
     return driven(c, &tag, NULL, 0, seconds, stall);
+}
+
+static PyObject *call_sized(PyObject *self, PyObject *args) {
+    Call *c = (Call *)self;
+    PyObject *starts, *addresses;
+    double seconds, stall;
+    int is_small, is_long;
+    if (!PyArg_ParseTuple(args, "OppO!dd", &starts, &is_small, &is_long, &PyTuple_Type, &addresses, &seconds, &stall)) return NULL;
+    if (refuse_if_driven(c)) return NULL;
+    if (!awaits_rows(c)) {
+        PyErr_SetString(PyExc_RuntimeError, "the call does not wait for its rows");
+        return NULL;
+    }
+    if (!resized(c, starts, is_small, is_long) || !place_given(c, addresses)) return NULL;
+    if (c->is_unsized) return PyLong_FromLong(HAS_KERNELS);
+    if (refuse_if_unplaced(c)) return NULL;
+    c->n_python = 0;
+    c->begun[c->rows_op] = now();
+    complete(c, c->rows_op); /* it is not in flight: no other thread knows it */
+    return driven(c, NULL, NULL, 0, seconds, stall);
 }
 
 static PyObject *call_drive(PyObject *self, PyObject *args) {
@@ -1294,6 +1442,11 @@ static PyMethodDef call_methods[] = {
     {"form", call_form, METH_VARARGS, "form(given, n, nbytes): `run_on` places the buffers of these numbers, and writes "
                                       "the stamp into the last n buffers, once in every `nbytes`."},
     {"run_on", call_run_on, METH_VARARGS, "run_on(tag, seconds, stall, stamp, addresses): `run` on other memory."},
+    {"resizable", call_resizable, METH_VARARGS, "resizable(blocks, small, most): how ops, then buffers, follow from the first "
+                                                "rows of blocks. A message has at most `most` bytes."},
+    {"resize", call_resize, METH_VARARGS, "resize(starts, is_small, is_long): the next calls have these rows. False: C cannot do that."},
+    {"sized", call_sized, METH_VARARGS, "sized(starts, is_small, is_long, addresses, seconds, stall): the call that waits for its "
+                                        "rows has these, on memory as in `run_on`. Returns the state: HAS_KERNELS if C cannot do that."},
     {"drive", call_drive, METH_VARARGS, "drive(seconds, stall): go on with the call. 0 seconds: one round."},
     {"times", call_times, METH_NOARGS, "When each op began, then when each op ended, as doubles of perf_counter."},
     {"export", call_export, METH_NOARGS, "(blockers, times, [(request, op)]): C goes on with this call no more."},
@@ -1386,8 +1539,9 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "fompi.native._native
 #define NUMBER(name) {#name, name}
 static const struct { const char *name; long value; } numbers[] = { /* for `fompi.native.numbers` */
     {"OP_NBYTES", (long)sizeof(Op)},
+    {"BLOCKS_NBYTES", (long)sizeof(Blocks)},
     NUMBER(SEND), NUMBER(RECV), NUMBER(KERNEL), NUMBER(CHECK), NUMBER(PYTHON),
-    NUMBER(SYNCHRONOUS), NUMBER(TESTED), NUMBER(ABSOLUTE), NUMBER(CARRIED), NUMBER(MERGE),
+    NUMBER(SYNCHRONOUS), NUMBER(TESTED), NUMBER(ABSOLUTE), NUMBER(CARRIED), NUMBER(MERGE), NUMBER(AWAITS_ROWS), NUMBER(ROWS_BITS),
     NUMBER(FINISHED), NUMBER(GOES_ON), NUMBER(STALLED), NUMBER(FAILED), NUMBER(DISAGREES), NUMBER(HAS_KERNELS),
     NUMBER(MOVED), NUMBER(HAS_ENDED), NUMBER(HAS_READY),
     NUMBER(COPY), NUMBER(ADD), NUMBER(PROD), NUMBER(MEAN), NUMBER(MAX), NUMBER(MIN),

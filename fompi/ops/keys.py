@@ -55,6 +55,8 @@ def known_call(name: str, args: Sequence[Any], options: Mapping[str, Any], compa
     """
     if default_device() is not None:
         return None
+    if options.get("counts") is not None:
+        return _with_counts(name, args, options)
     tensors, addresses, out, out_at = tuple(args), (), None, 0  # type: tuple[Any, ...], tuple[int, ...], Any, int
     rest: list[Any] = []
     for x in tensors:
@@ -79,6 +81,18 @@ def known_call(name: str, args: Sequence[Any], options: Mapping[str, Any], compa
                 rest += [option, form]
                 tensors, addresses = (*tensors, value), (*addresses, at)
     return KnownCall((name, compared, *rest), tensors, addresses, out, out_at)
+
+
+def _with_counts(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> KnownCall | None:
+    """The key of an all-to-all with counts of its first dimension, which are right."""
+    counts, place = options["counts"], place_of(args[0]) if len(args) == 1 else None  # type: Any, Any
+    if name != "all_to_all" or place is None or not {*options} <= {"counts", "comm"}:
+        return None
+    (dtype, shape, writeable), at = place
+    is_plain = type(counts) in (list, tuple) and {*map(type, counts)} == {int}
+    if not is_plain or not shape or min(counts) < 0 or sum(counts) != shape[0]:
+        return None
+    return KnownCall((name, "counts", dtype, shape[1:], writeable), tuple(args), (at,), None, 0, tuple(counts))
 
 
 class Shortcuts:

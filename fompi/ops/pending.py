@@ -35,7 +35,7 @@ from fompi.engine.handshake import Agreement, agree
 from fompi.engine.tasks import DONE, CallInFlight
 from fompi.ops.arguments import Arguments, LocalCall
 from fompi.ops.decide import common_of, in_words, schedule_of, signature_of
-from fompi.ops.ticket import Ticket, TicketInC, form_of, keep
+from fompi.ops.ticket import CountsTicket, Ticket, TicketInC, form_of, keep
 from fompi.planner.choose import decode_rows, encode_rows, is_even, window_of_call
 from fompi.plans.over_x import over_x
 from fompi.plans.plan import MOST_MESSAGES, Plan
@@ -44,7 +44,7 @@ from fompi.plans.rows import extents_of
 from fompi.plans.staged import for_device
 from fompi.plans.verify import verify
 from fompi.runtime.compiled import Compiled
-from fompi.runtime.native_run import Times, drive_in_c, finished_run
+from fompi.runtime.native_run import Times, drive_in_c, finished_run, is_for_c
 from fompi.runtime.needs import out_of_memory
 from fompi.runtime.program import Run, enter
 from fompi.schedules.registry import REGISTERED, SCHEDULES, available, messages_per_peer, write
@@ -239,7 +239,7 @@ class Pending(CallInFlight):
             self.task = agreement = self.agreement()
             flight.agree(agreement)
             return self.task
-        self.extents, self._outputs = ticket.extents, flight.outputs | self._outputs
+        self.extents, self._outputs = flight.memory.extents, flight.outputs | self._outputs
         self.task = self._run = run = self._run_of(ticket.program)
         self._note_at_its_end(run)
         flight.go_on(run)
@@ -399,7 +399,11 @@ class Pending(CallInFlight):
 
     def at_once(self) -> Any:
         """The result of a call that the program makes and waits for in one step."""
-        return self._results(self._compiled) if self.task is DONE else self.wait()
+        y, known = self._results(self._compiled) if self.task is DONE else self.wait(), self._arguments.known
+        is_for_ticket = self._comm.library is not None and is_for_c(self._backend)
+        if known is not None and known.counts is not None and is_for_ticket and known.key not in self._comm.tickets:
+            self._remember(known.key, CountsTicket)
+        return y
 
     # -- for the caller
     def wait(self, timeout: float | None = None) -> Any:
@@ -484,17 +488,17 @@ class Pending(CallInFlight):
         if run is not None and run.is_enqueued:
             self._backend.leave(run.in_flight())
         if self._form is not None:
-            self._remember()
+            form, self._form = self._form, None
+            self._remember(form, Ticket)
         return self._results(self._compiled)
 
-    def _remember(self) -> None:
+    def _remember(self, form: Hashable, kind: type[Ticket]) -> None:
         """Leave a ticket of this finished call, if the headers have decided it alone."""
-        form, self._form = self._form, None
         comm, local, arguments, run = self._comm, self._local, self._arguments, self._run
         if self.agreed is None or run is None or self.extents is None or not self.agreed.has_one_round:
             return
         given = arguments, local, self.agreed, run.compiled, self.extents, self._backend
-        ticket = Ticket(self._name, comm, *given)
+        ticket = kind(self._name, comm, *given)
         ticket.enter(form)
         if arguments.known is not None:
             ticket.learn(arguments, local)

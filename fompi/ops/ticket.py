@@ -11,7 +11,7 @@ call, as if it had begun it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from math import prod
 from operator import itemgetter
 from time import perf_counter
@@ -23,15 +23,18 @@ import numpy as np
 from fompi.base.errors import WaitTimeout
 from fompi.base.layout import CARRIERS, ITEMSIZE, Extents, Slices
 from fompi.engine.communicator import Communicator
-from fompi.engine.handshake import HEADER_NBYTES, Agreement, carried, packet_nbytes, presumption
-from fompi.engine.in_flight import FINISHED
+from fompi.engine.handshake import HEADER_NBYTES, VALUE_BITS, Agreement, carried, packet_nbytes, presumption
+from fompi.engine.in_flight import FINISHED, HAS_KERNELS
 from fompi.engine.tasks import DONE, HANDSHAKE, CallInFlight, Sent, Task
-from fompi.ops.arguments import Arguments, LocalCall, names_of
+from fompi.ops.arguments import MOST_ROWS, Arguments, LocalCall, names_of
+from fompi.planner.choose import encode_rows
 from fompi.plans.plan import MESSAGE_BITS
+from fompi.plans.rows import extents_of
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.given import MOST_KNOWN, address_of
-from fompi.runtime.lower import Agreed, Headers, table, with_agreement
+from fompi.runtime.lower import Agreed, Headers, starts_of, table, with_agreement
 from fompi.runtime.native_run import (
+    IN_C_SECONDS,
     NO_KERNELS,
     STALL_SECONDS,
     InC,
@@ -101,6 +104,7 @@ class KnownCall(NamedTuple):
     addresses: tuple[int, ...]
     out: Any
     out_at: int
+    counts: tuple[int, ...] | None = None  # of an all-to-all: they are not in the key, nor are the rows of x
 
 
 class Lowered(NamedTuple):
@@ -136,6 +140,9 @@ class Memory:
         self.call.place(self.bases)
         self.call.form(np.array([*ticket.given.values()], np.int32), len(self.headers), packet)
         self.kernels: dict[tuple[int, ...], PythonKernels] = {}  # by the addresses of the other buffers
+        self.sized, self.extents, self.is_sized = ticket.sized, ticket.extents, True
+        self.counts: Sequence[int] = ()  # of a call whose rows differ
+        self.addresses: tuple[int, ...] = ()  # of its buffers, with that of its result
 
 
 class Ticket:
@@ -148,6 +155,8 @@ class Ticket:
     is_dropped = False  # True: calls of its form run in Python
     is_worked_out = False
     last_stamp = 0
+    rows_differ = False
+    _ends: Callable[..., bool]  # goes on with a call whose rows differ. True: C has finished it
 
     def __init__(
         self,
@@ -207,7 +216,7 @@ class Ticket:
         own, expected = (np.frombuffer(each, np.int64).reshape(comm.size, -1).copy() for each in self._headers)
         carries = self.is_small and program.plan.problem.moves != "all_to_all"  # else headers differ between receivers
         presumed = presumption(expected.tolist()) if carries else 0
-        headers = Headers(HEADER_NBYTES, packet_nbytes(comm.size), HANDSHAKE, presumed)
+        headers = Headers(HEADER_NBYTES, packet_nbytes(comm.size), HANDSHAKE, presumed, self.rows_differ)
         agreed = with_agreement(plan, comm.rank, comm.size, headers, in_place)
         own[:, -1] = agreed.carries
         unplaced = plan.unplaced - ({"x", "y"} if in_place else set())
@@ -243,7 +252,7 @@ class Ticket:
 
     def learn(self, arguments: Arguments, local: LocalCall) -> None:
         """Let calls like this one find the ticket by their key, if it says all that they need."""
-        if self._is_said_by(arguments.known, arguments, local):
+        if arguments.known.counts is None and self._is_said_by(arguments.known, arguments, local):
             self.enter(arguments.known.key)
 
     def _is_said_by(self, known: KnownCall, arguments: Arguments, local: LocalCall) -> bool:
@@ -271,7 +280,7 @@ class Ticket:
         """Begin a call for which the program waits. Returns what `begin` does, and the result."""
         if not self.is_worked_out:
             self.work_out()
-        (_, tensors, addresses, y, y_at), is_new = call, call.out is None
+        (_, tensors, addresses, y, y_at, _), is_new = call, call.out is None
         if is_new:
             try:
                 y = self.make()
@@ -353,16 +362,19 @@ class Ticket:
             seconds = seconds_in_c(engine, waits, self.is_small)
             is_finished = False
             try:
-                is_finished = call.run_on(slot << MESSAGE_BITS, seconds, STALL_SECONDS, stamp, addresses) == FINISHED
+                state = call.run_on(slot << MESSAGE_BITS, seconds, STALL_SECONDS, stamp, addresses)
+                is_finished = state == FINISHED or (self.rows_differ and self._ends(memory, state, addresses, held))
             finally:
                 if not is_finished:
                     self._in_flight += 1
-                    memory.bases[[*self.given.values()]] = addresses
+                    memory.bases[[*self.given.values()]] = memory.addresses or addresses
                     kernels = self._kernels(memory, addresses, strided)
                     flight = TicketInC(self, memory, stamp, kernels, describe, held, note, strided)
                     flight.awaited, flight.forwards = waits, self.program.forwards
-                    flight.is_long = self.program.is_long(self.sized)
+                    flight.is_long = self.program.is_long(memory.sized)
                     flight.moved()
+                    if not memory.is_sized:
+                        flight.heir()
             if is_finished:
                 channel.begun[0] = stamp
                 if note is not None:
@@ -401,13 +413,58 @@ class Ticket:
 
     def arrays(self, memory: Memory, strided: Mapping[str, Array]) -> dict[str, Array]:
         """The buffers of a call. They keep no memory alive."""
-        return {**arrays_at(self.program, self.sized.shapes, memory.bases), **strided}
+        return {**arrays_at(self.program, memory.sized.shapes, memory.bases), **strided}
 
     def left(self, memory: Memory | None = None) -> None:
         """C has left a call in flight. If it has finished it, another one may have this memory."""
         self._in_flight -= 1
         if memory is not None:
             self._free.append(memory)
+
+
+class CountsTicket(Ticket):
+    """Of an all-to-all whose counts differ. C compares all but the rows, which then say what Python must allocate."""
+
+    rows_differ = True
+
+    def _lowered(self) -> Lowered | None:
+        made = super()._lowered()
+        if made is None or made.kernels or self.kept or made.headers[1][:, 3].max() >= 0 or {*self.given} != {"x", "y"}:
+            self.is_dropped = True
+            return None
+        own, self._hint = made.headers[0], int(made.headers[0][0, 2]) >> VALUE_BITS
+        own[:, 4:6] = 0  # no digests of rows
+        return made
+
+    def run(self, call: KnownCall, describe: Callable[[], Any]) -> tuple[Any, Any]:
+        comm, counts, held = self.comm, call.counts or (), [call.tensors, None]
+        with comm.engine.lock:
+            self.work_out()
+            memory = self._free.pop() if self._free else self._memory()
+            if memory is None or len(counts) != comm.size:
+                return None, None
+            self._free.append(memory)  # the one that `begin` takes
+            if hint := self._hint:
+                hint += encode_rows(counts, comm.rank) - encode_rows(self.extents.send, comm.rank)
+            memory.fields[0, :, 2] = words = [hint << VALUE_BITS | n for n in counts]
+            memory.fields[1, comm.rank, 2], memory.counts = words[comm.rank], counts
+            return self.begin(self._in_order((*call.addresses, 0)), held, describe, True), held[-1]
+
+    def _ends(self, memory: Memory, state: int, addresses: tuple[int, ...], held: Any) -> bool:
+        comm, program, memory.is_sized = self.comm, self.program, False
+        if state != HAS_KERNELS:
+            return False
+        rows = (memory.fields[1, :, 2] & MOST_ROWS).tolist()
+        memory.extents = extents_of(program.plan.problem, comm.rank, program.plan.shares, memory.counts, rows)
+        memory.sized = sized = program.sized(memory.extents)
+        dtype = program.buffers["y"].dtype
+        y = comm.engine.arena.take(sized.shapes["y"], dlpack.STORAGE[dtype])
+        held[-1], at = dlpack.lend(y, dtype, self._framework), address_of(y)
+        memory.addresses = tuple([n or at for n in addresses])
+        how = program.is_small(sized), program.is_long(sized)
+        state = memory.call.sized(starts_of(sized), *how, memory.addresses, IN_C_SECONDS, STALL_SECONDS)
+        memory.is_sized = state != HAS_KERNELS
+        return state == FINISHED
 
 
 class TicketInC(InC, CallInFlight):
@@ -431,7 +488,7 @@ class TicketInC(InC, CallInFlight):
         strided: Mapping[str, Array],
     ):
         self.ticket, self.value, self._comm = ticket, held[-1], ticket.comm
-        self._memory, self._strided, self._describe, self._note = memory, strided, describe, note
+        self.memory, self._strided, self._describe, self._note = memory, strided, describe, note
         ticket.comm.turns.append(stamp)
         super().__init__(memory.call, ticket.comm, stamp, self._taken_over, self._landed, held, kernels)
 
@@ -439,7 +496,7 @@ class TicketInC(InC, CallInFlight):
         if self._note is not None:
             self._note(self.stamp, Times.of(self.call, self.ticket.front))
         self.comm.end_turn(self.stamp)
-        self.ticket.left(self._memory)
+        self.ticket.left(self.memory)
 
     def _taken_over(self) -> Task:
         self.ticket.left()
@@ -452,29 +509,29 @@ class TicketInC(InC, CallInFlight):
 
     def _forget(self) -> None:
         super()._forget()
-        del self._memory, self._strided, self._describe, self._note
+        del self.memory, self._strided, self._describe, self._note
 
     @property
     def outputs(self) -> dict[str, Array]:
         """The results in their memory, while Python takes over."""
-        arrays = self.ticket.arrays(self._memory, self._strided)
+        arrays = self.ticket.arrays(self.memory, self._strided)
         return {buffer.name: arrays[buffer.name] for buffer in self.ticket.program.outputs}
 
     def go_on(self, run: Run) -> None:
         """`run` goes on with the plan: the ranks have agreed."""
-        ticket, memory = self.ticket, self._memory
+        ticket, memory = self.ticket, self.memory
         assert ticket.lowered is not None
         arrays, presumed = ticket.arrays(memory, self._strided), ticket.lowered.presumed
         run.held = memory, self.held
         run.carried = carried(memory.headers[1].reshape(-1), memory.fields[1, :, -1].tolist(), presumed)
-        actions = ticket.program.resolve(arrays, ticket.sized.starts, ticket.backend, self.comm.link.collective)
-        beside = Sent(memory)
-        taken_over(self.call, run, actions, ticket.is_small, ticket.front, beside, self.tokens, self._exported)
+        actions = ticket.program.resolve(arrays, memory.sized.starts, ticket.backend, self.comm.link.collective)
+        beside, is_small = Sent(memory), ticket.program.is_small(memory.sized)
+        taken_over(self.call, run, actions, is_small, ticket.front, beside, self.tokens, self._exported)
         self.comm.end_turn(self.stamp)
 
     def agree(self, agreement: Agreement) -> None:
         """`agreement` goes on with what the headers of some ranks say."""
-        ticket, memory, comm = self.ticket, self._memory, self.comm
+        ticket, memory, comm = self.ticket, self.memory, self.comm
         assert ticket.lowered is not None
         _, arrived, expected = memory.fields[:, :, 1]  # the digests
         if self.call.disagrees and (arrived == expected).all():  # as where rows change at every call

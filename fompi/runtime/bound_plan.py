@@ -85,6 +85,12 @@ class BoundPlan:
         self._spare: dict[str, Any] = {}  # memory for tensors of a call that one kernel with announced products uses
         self._spare_announcing: dict[tuple[str, ...], Announcing | None] = {}  # by the buffers that lie there
         self._use(self.plan.sizes)
+        self._actions = self._resolve(self._arrays)
+
+    @cached_property
+    def _actions(self) -> list[Any]:
+        """What each op does, on the bound memory."""
+        return self._resolve(self._arrays)
 
     def _use(self, sizes: Sizes) -> None:
         """Work out what every op does with these rows."""
@@ -100,7 +106,7 @@ class BoundPlan:
             collective=self._link.collective,
             kernels=self.kernels,
         )
-        self._actions = self._resolve(self._arrays)
+        self.__dict__.pop("_actions", None)
         self._overlays.clear()
         self._announcing = self._announced_whole if sizes == self.plan.sizes else None  # other rows change too often
         self._outputs = []

@@ -14,7 +14,7 @@ import numpy as np
 
 from fompi.backends.base import Backend, Token
 from fompi.base.errors import PlanError, StateError, WaitTimeout
-from fompi.base.layout import Extents, integer
+from fompi.base.layout import Extents, Sizes, integer
 from fompi.engine.communicator import Communicator
 from fompi.engine.control import CALL_BITS, LAST_CALL
 from fompi.engine.handshake import digest
@@ -24,6 +24,7 @@ from fompi.runtime.baselines import ROUNDS, Baselines
 from fompi.runtime.bound_plan import BoundMemory, BoundPlan
 from fompi.runtime.compiled import Compiled
 from fompi.runtime.given import Given
+from fompi.runtime.lower import starts_of
 from fompi.runtime.native_run import (
     IN_C_SECONDS,
     NO_KERNELS,
@@ -118,6 +119,7 @@ class Executor(BoundPlan):
         if made is None:
             return None
         self._unplaced = made.unplaced
+        self._sizes_in_c: Sizes | None = self.plan.sizes
         self._bound_bases = self._bases(self._arrays)
         return made.call
 
@@ -148,19 +150,22 @@ class Executor(BoundPlan):
     ) -> bool:
         """Begin a call in C, with the engine locked. If it is not finished there, it is `_run` now.
 
-        False: it must run in Python, because it has other rows. `unready`: as in `Run.start`. `mark`: its label.
+        False: it must run in Python. `unready`: as in `Run.start`. `mark`: its label.
         """
         call, comm = self._in_c, self.comm
         engine, channel = comm.engine, comm.channel
         bases = self._bound_bases if given is None else given.on.bases
-        if call is None or bases is None or self._sizes is not self.plan.sizes:
+        if call is None or bases is None:
             return False
         if unready and not all(unready.values()):  # C would not know that a block is not ready which no op reads
             return False
         self._noted = None
         if engine.report is not None or comm.recording is not None:
             self._noted = comm.recording, self._extents
-        if channel.failures or channel.lost is not None:
+        if self._sizes is not self._sizes_in_c:
+            starts = starts_of(self.compiled.sized(self._extents))
+            self._sizes_in_c = self._sizes if call.resize(starts, self._is_small, self._is_long) else None
+        if channel.failures or channel.lost is not None or self._sizes_in_c is None:
             return False
         if bases is not self._placed:
             call.place(bases)
@@ -170,7 +175,7 @@ class Executor(BoundPlan):
         comm.note_start(self.compiled.title, stamp)
         self._run, self._in_c_at, is_finished = None, (stamp, slot), False
         if mark is not None:
-            channel.mark(stamp, mark[0])
+            channel.mark(stamp, mark[0], None if self._sizes is self.plan.sizes else self._sizes)
         seconds = IN_C_SECONDS if waits and engine.is_all_in_c else seconds_in_c(engine, waits, self._is_small)
         try:
             if unready:

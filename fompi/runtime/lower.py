@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -28,6 +29,9 @@ OP = np.dtype(
 )
 """`Op` of engine.c."""
 
+BLOCKS = np.dtype([("first", "3i4"), ("last", "3i4"), ("size", "3i4"), ("flags", "2i4"), ("width", "3i8")], align=True)
+"""`Blocks` of engine.c."""
+
 KIND = {SEND: number("SEND"), RECV: number("RECV"), COMPUTE: number("KERNEL")}
 CHECK, IN_PYTHON = number("CHECK"), number("PYTHON")
 """The kind of an op that compares two chunks, and goes on if they are equal, and of a kernel that Python runs."""
@@ -35,9 +39,11 @@ CHECK, IN_PYTHON = number("CHECK"), number("PYTHON")
 MERGE = number("MERGE")
 """Flag of a kernel that Python runs: it is a sum or a copy."""
 
-SYNCHRONOUS, TESTED, ABSOLUTE, CARRIED = map(number, ("SYNCHRONOUS", "TESTED", "ABSOLUTE", "CARRIED"))
+FLAGS = "SYNCHRONOUS", "TESTED", "ABSOLUTE", "CARRIED", "AWAITS_ROWS"
+SYNCHRONOUS, TESTED, ABSOLUTE, CARRIED, AWAITS_ROWS = map(number, FLAGS)
 """Flags of a send: it is done when the receiver has posted its receive; its request is tested at once. Of any message:
-its number is its tag. Of a receive: the header of the sender may have carried the data.
+its number is its tag. Of a receive: the header of the sender may have carried the data. Of a CHECK of headers: their
+rows may be others.
 """
 
 MOST_NBYTES = (1 << 31) - 1
@@ -47,7 +53,8 @@ MOST_NBYTES = (1 << 31) - 1
 class CallTable(NamedTuple):
     """What C needs of a program, for some rows. `buffers` are those of the program, `nbytes` their sizes.
 
-    `unplaced`: those that only kernels of Python use.
+    `unplaced`: those that only kernels of Python use. `blocks`: of each op and each buffer, how it follows from the
+    numbers of `starts_of`.
     """
 
     ops: Array
@@ -58,6 +65,7 @@ class CallTable(NamedTuple):
     buffers: tuple[str, ...]
     nbytes: Array
     unplaced: frozenset[str] = frozenset()
+    blocks: Array | None = None
 
     @property
     def in_python(self) -> list[int]:
@@ -74,38 +82,42 @@ def table(compiled: Compiled, sized: Sized, most_nbytes: int, kernels: Collectio
         return None
     names = tuple(compiled.buffers)
     index = {name: number for number, name in enumerate(names)}
-    ops = np.zeros(len(compiled.ops), OP)
+    ops, blocks = np.zeros(len(compiled.ops), OP), np.zeros(len(compiled.ops) + len(names), BLOCKS)
+    at, behind = dict[str, int](), 1  # 0 stands for what stays as it is
+    for name, starts in sized.starts.items():
+        at[name], behind = behind, behind + len(starts)
+        buffer = blocks[len(compiled.ops) + index[name]]
+        buffer["first"][0], buffer["width"][0] = behind - 1, compiled.buffers[name].row_nbytes
     for i, kind in enumerate(compiled.kinds):
         op = ops[i]
         op["kind"] = KIND[kind]
-        operands = _kernel(compiled, i, op, kernels) if kind == COMPUTE else compiled.places(i)
-        if operands is None:
-            op["kind"], op["flags"] = IN_PYTHON, MERGE * compiled.merges[i]
-            continue
+        operands = (_kernel(compiled, i, op, kernels) if kind == COMPUTE else compiled.places(i)) or []
         spans = [_span(compiled, sized, place) for place in operands]
         op["buffers"][: len(operands)] = [index[place.buffer] for place in operands]
         op["offsets"][: len(operands)] = [start for start, _ in spans]
-        widths = [1] * len(operands)
+        sizes = [1] * len(operands)
         if kind == COMPUTE and (op["kernel"], op["dtype"]) != (COPY, BYTE):
-            widths = [ITEMSIZE[compiled.buffers[place.buffer].dtype] for place in operands]
-        counts = {
-            (stop - start) // width
-            for (start, stop), width, place in zip(spans, widths, operands, strict=True)
-            if kind != COMPUTE or not compiled.buffers[place.buffer].wire  # bytes, which C counts itself
-        }
-        if kind == COMPUTE:
-            if len(counts) > 1:
-                ops[i] = np.zeros((), OP)
-                op["kind"], op["flags"] = IN_PYTHON, MERGE * compiled.merges[i]
-            else:
-                op["count"] = counts.pop()
+            buffers = [compiled.buffers[place.buffer] for place in operands]
+            sizes = [0 if b.wire else ITEMSIZE[b.dtype] for b in buffers]  # 0: bytes, which C counts itself
+        for k, (name, first, last, width) in enumerate(operands):
+            if name in at:
+                of_op = blocks[i]
+                of_op["first"][k], of_op["last"][k] = at[name] + first, at[name] + last
+                of_op["size"][k], of_op["width"][k] = sizes[k], width
+        counts = {(stop - start) // size for (start, stop), size in zip(spans, sizes, strict=True) if size}
+        if not operands or (kind == COMPUTE and len(counts) > 1):
+            ops[i] = np.zeros((), OP)
+            op["kind"], op["flags"] = IN_PYTHON, MERGE * compiled.merges[i]
             continue
         op["count"] = nbytes = counts.pop()
+        if kind == COMPUTE:
+            continue
         if len(operands) != 1 or nbytes > min(most_nbytes, MOST_NBYTES):
             return None
         op["peer"], op["number"] = compiled.peers[i], compiled.numbers[i]
         if kind == SEND:
-            op["flags"] = TESTED if nbytes <= EAGER_NBYTES else SYNCHRONOUS * compiled.is_paced
+            blocks[i]["flags"] = TESTED, SYNCHRONOUS * compiled.is_paced
+            op["flags"] = blocks[i]["flags"][int(nbytes > EAGER_NBYTES)]
     return CallTable(
         ops,
         _edges(compiled.on_start),
@@ -115,7 +127,13 @@ def table(compiled: Compiled, sized: Sized, most_nbytes: int, kernels: Collectio
         names,
         np.array([_nbytes(compiled, sized, name) for name in names], np.int64),
         frozenset(names) - compiled.touched(np.flatnonzero(ops["kind"] != IN_PYTHON).tolist()),
+        blocks,
     )
+
+
+def starts_of(sized: Sized) -> array[int]:
+    """What `Call.resize` takes: the first row of each block of each buffer, and where the last one ends."""
+    return array("q", [0, *(n for starts in sized.starts.values() for n in starts)])
 
 
 HEADERS = ("headers out", "headers in", "headers expected")
@@ -127,13 +145,14 @@ class Headers(NamedTuple):
 
     Its last word says which message of the plan it carries, and is not compared: `presumed` and the number of that
     message (`handshake.presumption`; 0: headers carry nothing). The data follow it. A header has room for `packet`
-    bytes.
+    bytes. `rows_differ`: from what is expected. The call waits for them then (`Call.sized`).
     """
 
     nbytes: int
     packet: int
     tag: int
     presumed: int = 0
+    rows_differ: bool = False
 
 
 class Agreed(NamedTuple):
@@ -150,7 +169,7 @@ def with_agreement(plan: CallTable, rank: int, size: int, headers: Headers, in_p
     A header goes to each rank and comes from each, in the order of `Agreement._exchange`. It carries the first message
     to that rank that waits for nothing and fits. `in_place`: one op more, the last of all, copies y to x.
     """
-    nbytes, packet, _, presumed = headers
+    nbytes, packet, _, presumed, _ = headers
     peers, outgoing, out = (
         [*range(rank), *range(rank + 1, size)],
         [*range(rank + 1, size), *range(rank)],
@@ -180,6 +199,7 @@ def with_agreement(plan: CallTable, rank: int, size: int, headers: Headers, in_p
         starts, dones = [*starts, []], [*dones, []]
         blockers = np.append(blockers, np.int32(1 + len(plan.ops)))
         ops = np.append(ops, _copy_of(plan, "y", "x"))
+    fixed = np.zeros(front, BLOCKS), np.zeros(len(HEADERS), BLOCKS)
     table = CallTable(
         ops,
         _edges(starts),
@@ -188,13 +208,14 @@ def with_agreement(plan: CallTable, rank: int, size: int, headers: Headers, in_p
         np.flatnonzero(blockers == 0).astype(np.int32),
         (*plan.buffers, *HEADERS),
         np.concatenate([plan.nbytes, np.full(3, size * packet, np.int64)]),
+        blocks=np.concatenate([fixed[0], plan.blocks, fixed[1]]) if headers.rows_differ else None,
     )
     return Agreed(table, front, carries)
 
 
 def _exchange(peers: Sequence[int], outgoing: Sequence[int], out: int, headers: Headers) -> Array:
     """A receive from each rank, a send to each, and the check. `out`: the buffer of the headers that leave."""
-    nbytes, packet, tag, _ = headers
+    nbytes, packet, tag, _, rows_differ = headers
     ops = np.zeros(2 * len(peers) + 1, OP)
     for i, peer in enumerate((*peers, *outgoing)):
         op, is_send = ops[i], i >= len(peers)
@@ -203,7 +224,7 @@ def _exchange(peers: Sequence[int], outgoing: Sequence[int], out: int, headers: 
         op["buffers"][0], op["offsets"][0] = out if is_send else out + 1, peer * packet
     check = ops[-1]
     check["kind"], check["buffers"][:2], check["count"] = CHECK, (out + 1, out + 2), (len(peers) + 1) * packet
-    check["number"], check["divisor"] = nbytes - WORD_NBYTES, packet
+    check["number"], check["divisor"], check["flags"] = nbytes - WORD_NBYTES, packet, AWAITS_ROWS * rows_differ
     return ops
 
 
@@ -245,7 +266,7 @@ def _packed(send: Any, buffer: int, offset: int) -> Any:
 
 def _may_be_carried(ops: Array, buffer: int, headers: Headers) -> None:
     """Let the receives take what headers have carried. `buffer`: the headers that arrive."""
-    nbytes, packet, _, presumed = headers
+    nbytes, packet, _, presumed, _ = headers
     for i in np.flatnonzero((ops["kind"] == KIND[RECV]) & (ops["count"] <= packet - nbytes)):
         op = ops[i]
         op["flags"] |= CARRIED

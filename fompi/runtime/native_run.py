@@ -17,12 +17,12 @@ from fompi.backends.half import storage
 from fompi.backends.numpy import Numpy
 from fompi.engine.communicator import Communicator
 from fompi.engine.engine import Engine
-from fompi.engine.in_flight import FINISHED, GOES_ON, HAS_KERNELS, STALLED
+from fompi.engine.in_flight import EAGER_NBYTES, FINISHED, GOES_ON, HAS_KERNELS, STALLED
 from fompi.engine.tasks import Task
 from fompi.mpi.transport import start_mpi
 from fompi.runtime.compiled import Compiled, Sized
 from fompi.runtime.given import array_at
-from fompi.runtime.lower import CallTable, table
+from fompi.runtime.lower import MOST_NBYTES, CallTable, table
 from fompi.runtime.program import Run
 
 if TYPE_CHECKING:
@@ -286,7 +286,10 @@ def native_call(
 
 def made_call(library: Any, made: CallTable, comm: Communicator, compiled: Compiled, sized: Sized) -> Call:
     """The call of this table on `comm`."""
-    return called(library, made, comm, compiled.is_small(sized), compiled.is_long(sized), compiled.forwards)
+    call = called(library, made, comm, compiled.is_small(sized), compiled.is_long(sized), compiled.forwards)
+    if made.blocks is not None:
+        call.resizable(made.blocks.view(np.uint8), EAGER_NBYTES, min(comm.most_nbytes, MOST_NBYTES))
+    return call
 
 
 def called(

@@ -18,7 +18,7 @@ from emulated import Emulated, corner
 from fompi.engine.in_flight import ENDED
 from fompi.engine.native import engine
 from fompi.model.machine import Machine
-from fompi.ops.ticket import Ticket
+from fompi.ops.ticket import CountsTicket, Ticket
 from fompi.runtime.native_run import InC, made_call
 
 pytestmark = [
@@ -248,6 +248,53 @@ def test_other_rows_on_one_rank(own):
         x = np.full((rows[own.rank], 2), float(own.rank))
         y = fompi.all_gather(x, comm=own)
         np.testing.assert_array_equal(y[:, 0], np.repeat(np.arange(own.size), rows))
+
+
+def exchange(comm, counts, make=np.asarray, **how):
+    """An all-to-all of counts[source][dest] rows, whose result is right."""
+    mine, number = [*map(int, counts[comm.rank])], np.arange(comm.size)
+    x = make(np.repeat(10.0 * comm.rank + number, mine)[:, None] + np.zeros((1, 3)))
+    y = np.asarray(fompi.all_to_all(x, counts=mine, comm=comm, **how))
+    np.testing.assert_array_equal(y[:, 0], np.repeat(10.0 * number + comm.rank, counts[:, comm.rank]))
+
+
+@pytest.mark.parametrize("hands_over", [False, True])
+def test_new_counts(own, torch, monkeypatch, hands_over):
+    """One ticket for all counts. Python goes on at any point: before and after the rows are known."""
+    draw, mine = np.random.default_rng(3), np.random.default_rng(own.rank)
+    made = cut_short(monkeypatch, lambda: int(mine.integers(0, 12))) if hands_over else []
+    for turn in range(40):
+        make = torch.from_numpy if turn % 3 == 1 else np.asarray
+        exchange(own, draw.integers(0, (2, 40, 4000)[turn % 3], (own.size, own.size)), make)
+        if turn % own.size == own.rank and 20 < turn < 36:
+            own.tickets.clear()  # this rank makes the next call in Python
+    for _ in range(3):
+        exchange(own, np.zeros((own.size, own.size), int))
+    assert made or not hands_over
+    assert {type(ticket) for ticket in tickets(own)} == {CountsTicket}
+
+
+def test_new_counts_that_do_not_fit(own):
+    """Errors are those of Python, on all ranks, and the next calls are right. With out= on a rank Python goes on."""
+    draw, last = np.random.default_rng(3), own.rank == own.size - 1
+    for turn in range(24):
+        counts = draw.integers(1, 9, (own.size, own.size))
+        x, mine = np.ones((counts[own.rank].sum(), 3)), counts[own.rank].tolist()
+        if turn == 6 and last:
+            sleep(0.05)
+        if turn == 8:
+            with pytest.raises(fompi.MismatchError, match=r"all_gather.*all_to_all|all_to_all.*all_gather"):
+                fompi.all_gather(x, comm=own) if last else fompi.all_to_all(x, counts=mine, comm=own)
+        elif turn == 10:
+            with pytest.raises(fompi.LayoutError if last else fompi.MismatchError, match="add up to"):
+                fompi.all_to_all(x, counts=[n + last for n in mine], comm=own)
+        elif turn == 18:
+            out = np.empty((counts[:, own.rank].sum() + 1, 3)) if last else None
+            with pytest.raises(fompi.ShapeError if last else fompi.MismatchError, match="arrive here"):
+                fompi.all_to_all(x, counts=mine, out=out, comm=own)
+        else:
+            exchange(own, counts, **({"out": np.empty((counts[:, own.rank].sum(), 3))} if last and turn > 20 else {}))
+    assert sum(isinstance(ticket, CountsTicket) for ticket in own.tickets.values()) == 1
 
 
 def test_headers_carry_small_messages(own):

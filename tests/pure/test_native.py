@@ -22,7 +22,7 @@ from fompi.backends.numpy import Numpy
 from fompi.engine.in_flight import FINISHED, GOES_ON, HAS_KERNELS
 from fompi.engine.native import FUNCTIONS, PACE, _address
 from fompi.runtime.compiled import Compiled
-from fompi.runtime.lower import OP, table
+from fompi.runtime.lower import BLOCKS, OP, starts_of, table
 from fompi.schedules import registry
 
 native = pytest.importorskip("fompi.native._native", reason="fompi was installed without a C compiler")
@@ -115,12 +115,13 @@ class FakeMPI:
 
 
 class Rank:
-    """One rank of a plan on fresh memory."""
+    """One rank of a plan on fresh memory. Its call in C was made for the rows of `before`, and has those of `sizes`."""
 
-    def __init__(self, plan, rank, sizes, inputs, mpi):
+    def __init__(self, plan, rank, sizes, inputs, mpi, before=None):
         self.compiled = Compiled(plan, rank)
-        sized = self.compiled.sized(plan.extents(rank, sizes))
+        sized = self.compiled.sized(plan.extents(rank, sizes if before is None else before))
         self.table = table(self.compiled, sized, 1 << 30)
+        sized = self.compiled.sized(plan.extents(rank, sizes))
         self.arrays = {}
         for buffer in self.compiled.program.buffers:
             array = poisoned(sized.shapes[buffer.name], buffer.dtype)
@@ -129,6 +130,9 @@ class Rank:
             self.arrays[buffer.name] = np.ascontiguousarray(array)
         if self.table is not None:
             self.call = made(mpi, self.table, rank)
+            if before is not None:
+                self.call.resizable(self.table.blocks.view(np.uint8), 4096, 1 << 30)
+                assert self.call.resize(starts_of(sized), False, False)
             self.call.place(np.array([self.arrays[name].ctypes.data for name in self.table.buffers], np.uint64))
             self.actions = self.compiled.resolve(self.arrays, sized.starts, Numpy())
 
@@ -161,7 +165,8 @@ def ranks_of(problem, schedule, slices, seed, **options):
     plan = registry.write(problem, schedule, slices)
     sizes = catalogue.sizes(problem, ("even", "uneven", "few")[seed % 3], seed=seed)
     inputs, mpi = catalogue.inputs(problem, sizes, seed), FakeMPI(seed, **options)
-    ranks = [Rank(plan, rank, sizes, inputs[rank], mpi) for rank in range(problem.size)]
+    before = catalogue.sizes(problem, ("few", "even", "uneven")[seed % 3], seed=seed + 1)
+    ranks = [Rank(plan, rank, sizes, inputs[rank], mpi, before) for rank in range(problem.size)]
     if any(rank.table is None for rank in ranks):
         return [], None, mpi
     with np.errstate(all="ignore"):
@@ -284,6 +289,34 @@ def test_wrong_tables_are_refused():
     assert refused > 250
 
 
+def test_wrong_rows_are_refused():
+    """Spoiled blocks and rows are an error, or do not fit, or keep every op inside its buffers."""
+    draw, refused = Random(7), 0
+    ranks, _, mpi = ranks_of(catalogue.problems(3)["reduce_scatter"], "ring", 2, 1)
+    compiled, right = ranks[1].compiled, ranks[1].table
+    sizes = catalogue.sizes(compiled.plan.problem, "even")
+    rows = np.array(starts_of(compiled.sized(compiled.plan.extents(1, sizes))))
+    for _ in range(300):
+        call, blocks, starts = made(mpi, right), right.blocks.view(np.uint8).copy(), rows.copy()
+        place = draw.choice([blocks, starts.view(np.uint8)])
+        place[draw.randrange(len(place))] ^= 1 << draw.randrange(8)
+        try:
+            call.resizable(blocks, 4096, 1 << 30)
+            fits = call.resize(starts, False, False)
+        except ValueError:
+            refused += 1
+            continue
+        if not fits:
+            refused += 1
+            with pytest.raises(ValueError, match="do not fit"):
+                call.run(0, 0.0, 1.0)
+    assert refused > 100
+    with pytest.raises(ValueError, match="one start"):
+        ranks[1].call.resize(rows[1:], False, False)
+    with pytest.raises(RuntimeError, match="does not wait"):
+        ranks[1].call.sized(rows, False, False, (), 0.0, 1.0)
+
+
 @pytest.mark.parametrize("wrong", [(0, 1, 1, 1, 1, 7, 4), (1, 1, 1, 1, 1, 7, 3000), (1, 1, 1, 1, 1, 7, 0)])
 def test_a_library_without_functions_is_refused(wrong):
     with pytest.raises(ValueError, match="no address"):
@@ -291,7 +324,7 @@ def test_a_library_without_functions_is_refused(wrong):
 
 
 def test_the_table_has_the_layout_of_c():
-    assert OP.itemsize == native.OP_NBYTES
+    assert (OP.itemsize, BLOCKS.itemsize) == (native.OP_NBYTES, native.BLOCKS_NBYTES)
 
 
 @pytest.mark.parametrize(
