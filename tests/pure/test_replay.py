@@ -51,6 +51,13 @@ def test_a_replay_repeats_the_record():
     assert graph.waited(graph.run()) == pytest.approx([(5 + 2) / 2 * MS])  # 5 ms on the one, 2 on the other
 
 
+def test_to_write_a_record_is_in_no_step():
+    """A mark ends a step, and the next one begins 3 ms later."""
+    rows = [(STEP, 0, 0, 0, 0, 3), (0, 0, 4, 4, 4, 6), (STEP, 1, 7, 7, 7, 10), (STEP, 2, 11, 11, 11, 11)]
+    graph = Graph.of([record(0, rows), record(1, rows)])
+    assert graph.measured.steps == pytest.approx([4 * MS, 1 * MS]) == graph.run().steps
+
+
 def test_calls_in_flight_share_the_link_and_nobody_waits_before_the_end_of_the_step():
     """As gradients of torch: no wait was seen. Two sums of 3 ms are over 7 ms after the first has begun."""
     rows = [(STEP, 0, 0, 0, 0, 0), (0, 0, 1, 1.1, NAN, 4), (0, 1, 2, 2.1, NAN, 7), (STEP, 1, 8, 8, 8, 8)]
