@@ -9,7 +9,7 @@ first, then the rest by its gain.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ import numpy as np
 
 from fompi.base.layout import itemsize
 from fompi.base.wires import WIRES
+from fompi.model.pipeline import has_formula, predicted
 from fompi.model.replay import BEGIN, NOTHING, WAIT, Array, Graph
 from fompi.planner.outer import smallest
 from fompi.traces.record import CallKind
@@ -26,7 +27,14 @@ WORTH, LATE, SLOW, SMALL_NBYTES, OFTEN, WIRED = 0.01, 1.15, 1.5, 1 << 12, 4, ("f
 """The least gain, as a share of a step. A rank is late, or a link slow, at this many times the median. Calls of at most
 this many bytes show the latency. Two micro-batches are tried from this many calls a step on. What int8 shortens."""
 
-Change = tuple[str, str, Graph]
+CODED = 3e9
+"""A core encodes and decodes this many bytes of elements in a second."""
+
+BACKWARD = 2.0
+"""A backward takes as long as this many forwards: a record has both as kernels."""
+
+Change = tuple[str, str, Graph | float]
+"""What to change, what to write for it, and the graph after it, or the seconds of its step."""
 
 
 class Advice(NamedTuple):
@@ -40,8 +48,12 @@ class Advice(NamedTuple):
 
 def advise(graph: Graph, hosts: Sequence[str]) -> list[Advice]:
     """What gains something: faults first, then the largest gain. `hosts` are those of the ranks of the record."""
-    found = [Advice(what, write, changed.run().step, True) for what, write, changed in faults(graph, hosts)]
-    found += [Advice(what, write, changed.run().step) for what, write, changed in changes(graph, hosts)]
+    tried = [(change, True) for change in faults(graph, hosts)]
+    tried += [(change, False) for change in (*changes(graph, hosts), *of_pipeline(graph))]
+    found = [
+        Advice(what, write, changed.run().step if isinstance(changed, Graph) else changed, is_fault)
+        for (what, write, changed), is_fault in tried
+    ]
     most = (1 - WORTH) * graph.run().step
     return sorted((each for each in found if each.seconds < most), key=lambda each: (not each.is_fault, each.seconds))
 
@@ -54,11 +66,15 @@ def parts_of(graph: Graph, chosen: Callable[[CallKind], bool] = lambda kind: Tru
     return np.array([len(kind.group) > 1 and chosen(kind) for kind in graph.kinds], bool)[graph.kind]
 
 
-def moving(graph: Graph) -> Array:
-    """The seconds of each part for its bytes, without kernels and without the latency, which small calls show."""
+def latency_of(graph: Graph) -> float:
+    """What small calls take, in seconds. 0: there is none."""
     small = parts_of(graph, lambda kind: kind.nbytes <= SMALL_NBYTES)
-    latency = float(np.median(graph.service[small])) if small.any() else 0.0
-    return np.maximum(0.0, graph.service - graph.inside - latency)
+    return float(np.median(graph.service[small])) if small.any() else 0.0
+
+
+def moving(graph: Graph) -> Array:
+    """The seconds of each part for its bytes, without kernels and without the latency."""
+    return np.maximum(0.0, graph.service - graph.inside - latency_of(graph))
 
 
 def faster(graph: Graph, parts: Array, share: Any) -> Graph:
@@ -107,15 +123,50 @@ def merged(graph: Graph, parts: Array) -> Graph:
     return replace(graph, what=what, part=part, service=service)
 
 
+def halved(graph: Graph, parts: Array) -> Graph:
+    """Each of these calls becomes two. The first one begins when half of the kernels before both have run."""
+    begin = events_of(graph)[0][parts]
+    begin, chosen = np.sort(begin), graph.part[np.sort(begin)]
+    calls, again = np.unique(graph.call[chosen], return_inverse=True)
+    order = np.argsort(again, kind="stable")  # the new parts, call by call
+    number, own, half = np.empty(len(order), int), chosen[order], 0.5 * moving(graph)
+    number[order] = len(graph.ranks) + np.arange(len(order))
+    gap, service = graph.gap.copy(), graph.service.copy()
+    gap[begin] *= 0.5
+    service[chosen] -= half[chosen]
+
+    def with_first(values: Array, of_new: Any) -> Array:
+        return np.insert(values, begin, of_new)
+
+    came, ended = (with_first(each, each[begin] - gap[begin]) for each in (graph.measured.came, graph.measured.ended))
+    return replace(
+        graph,
+        rank=with_first(graph.rank, graph.rank[begin]),
+        what=with_first(graph.what, BEGIN),
+        first=graph.first + np.searchsorted(begin, graph.first),
+        part=with_first(graph.part, number),
+        gap=with_first(gap, gap[begin]),
+        ranks=np.append(graph.ranks, graph.ranks[own]),
+        kind=np.append(graph.kind, graph.kind[own]),
+        inside=np.append(graph.inside, graph.inside[own]),
+        members=np.append(graph.members, graph.members[-1] + np.cumsum(np.bincount(again))),
+        call=np.append(graph.call, len(graph.members) - 1 + again[order]),
+        service=np.append(service, service[own]),
+        beside=np.append(graph.beside, graph.beside[calls]),
+        measured=replace(graph.measured, came=came, ended=ended),
+    )
+
+
 # ----------------------------------------------------------------------------------------------------- what to try
 
 
 def faults(graph: Graph, hosts: Sequence[str]) -> Iterator[Change]:
     """Ranks and hosts whose kernels take longer, and groups of ranks on which calls do."""
     own = np.bincount(graph.rank, graph.gap)
+    usual = max(float(np.sort(own)[(len(own) - 1) // 2]), 1e-9)  # the lower median: of two ranks the faster one's
     groups = {f"host {host}": np.flatnonzero(np.array([*hosts]) == host) for host in hosts if hosts.count(host) > 1}
     for name, ranks in (groups | {f"rank {own.argmax()}": np.array([own.argmax()])}).items():
-        times = float(own[ranks].min() / max(np.median(own), 1e-9))
+        times = float(own[ranks].min()) / usual
         if times > LATE:
             gap = np.where(np.isin(graph.rank, ranks), graph.gap / times, graph.gap)
             yield f"{name} at the median speed", f"its kernels take {times:.2f} times", replace(graph, gap=gap)
@@ -136,7 +187,12 @@ def changes(graph: Graph, hosts: Sequence[str]) -> Iterator[Change]:
     everything, steps, (begin, wait) = parts_of(graph), len(graph.measured.steps), events_of(graph)
     yield "links twice as fast", "fompi replay --machine FILE tries a machine", faster(graph, everything, 0.5)
     each = [WIRES["int8"].each / itemsize(k.dtype) if k.dtype in WIRED and not k.wire else 1.0 for k in graph.kinds]
-    yield "messages of int8", 'wire="int8"', faster(graph, everything, np.minimum(1.0, each)[graph.kind])
+    wired = faster(graph, everything, np.minimum(1.0, each)[graph.kind])
+    coded = np.array([k.nbytes / CODED * (e < 1.0) for k, e in zip(graph.kinds, each, strict=True)])[graph.kind]
+    wired = replace(
+        wired, service=np.where(everything, np.minimum(graph.service, wired.service + coded), graph.service)
+    )
+    yield "messages of int8", 'wire="int8"', wired
     own = np.bincount(graph.rank, graph.gap)
     shared = replace(graph, gap=graph.gap * (own.mean() / np.maximum(own, 1e-9))[graph.rank])
     yield "balanced shares", "fompi.balance(machine, model)", shared
@@ -151,8 +207,12 @@ def changes(graph: Graph, hosts: Sequence[str]) -> Iterator[Change]:
     yield "sums started", "all_reduce.start(x), and wait() before the next call", hidden(graph, sums, 0, 1)
     if (gathers | sums).sum() >= OFTEN * steps * len(hosts):
         yield "two micro-batches at a time", "fompi.interleave(f, g)", hidden(graph, gathers | sums, 0.5, 0.5)
-    started = (wait > begin) & ~at_once & parts_of(graph, lambda kind: kind.moves == "all_reduce")
+    started = (wait > begin) & ~at_once
+    started &= parts_of(graph, lambda kind: kind.moves == "all_reduce" and "mat" not in kind.operation)
     yield "buckets twice as large", "DistributedDataParallel(bucket_cap_mb=...)", merged(graph, started)
+    large = started & parts_of(graph, lambda kind: kind.nbytes > SMALL_NBYTES)
+    if large.any():
+        yield "buckets half as large", "DistributedDataParallel(bucket_cap_mb=...)", halved(graph, large)
     again, scattered = ~everything, {kind.channel for kind in graph.kinds if kind.moves == "reduce_scatter"}
     for number, kind in enumerate(graph.kinds):
         calls = np.unique(graph.call[graph.kind == number])
@@ -163,3 +223,41 @@ def changes(graph: Graph, hosts: Sequence[str]) -> Iterator[Change]:
     alone, exchange = without(graph, sums), float(graph.service[sums].sum()) / len(hosts) / steps
     period = smallest(max(alone.run().step, 1e-9), [exchange / fragments for fragments in range(1, 9)])
     yield "outer steps", "DiLoCo(sync_every={}, delay={}, fragments={})".format(*period), alone
+
+
+def of_pipeline(graph: Graph) -> Iterator[Change]:
+    """Other schedules of a pipeline, a stage on each rank: messages go along a line of ranks, and back.
+
+    The one end of a line begins with a send, the other one with a receive. The record has the bubble, but not which
+    kernels are forwards: BACKWARD says that. Ranks whose messages go around have several stages, and their schedule
+    already has a smaller bubble.
+    """
+    count = Counter(graph.kinds[kind].group for kind in graph.kind.tolist() if graph.kinds[kind].moves == "send")
+    peers = defaultdict[int, set[int]](set)
+    for source, dest in count:
+        peers[source].add(dest)
+    ends = [rank for rank, each in peers.items() if len(each) == 1]
+    if not ends or any(len(each) > 2 or not all(p in peers[q] for q in each) for p, each in [*peers.items()]):
+        return
+    parts = [graph.part[(graph.rank == rank) & (graph.what == BEGIN)] for rank in ends]
+    words = [next(w for k in graph.kind[own] if (w := graph.kinds[k].moves) in ("send", "recv")) for own in parts]
+    if 2 * words.count("send") != len(ends):
+        return
+    ranks, steps = 2 * len(peers) // len(ends), len(graph.measured.steps)  # of each line
+    microbatches = round(float(np.median([*count.values()])) / steps)
+    own = np.bincount(graph.rank, graph.gap)[[*peers]].mean() / steps
+    if ranks < 2 or microbatches < ranks or not has_formula("interleaved", ranks, microbatches):
+        return
+    forward = float(own) / microbatches / (1 + BACKWARD)
+    message = float(np.median(graph.service[parts_of(graph, lambda kind: kind.moves == "recv")]))
+    step = graph.run().step
+    bubble = max(0.0, step - float(own))
+
+    def seconds(schedule: str, chunks: int = 1) -> float:
+        each = {"F": forward / chunks, "B": BACKWARD * forward / chunks, "I": forward, "W": (BACKWARD - 1) * forward}
+        return predicted(schedule, ranks, microbatches, chunks, each, message)
+
+    now = seconds("1f1b")
+    for schedule, words, chunks in (("interleaved", "two stages on each rank", 2), ("zb-h1", "zero bubble", 1)):
+        gain = min(bubble, now - seconds(schedule, chunks))
+        yield f"pipeline: {words}", f"fompi.Pipeline(schedule={schedule!r}), or that of torch", step - gain
