@@ -342,8 +342,8 @@ class Pending(CallInFlight):
         assert ticket is not None
         self._times = Times.of(call, ticket.front)
         if recording is None and comm.engine.recorder is not None:
-            what = comm, ticket.program, ticket.extents, ticket.front
-            comm.engine.recorder.note_in_c(*what, stamp, call, self._returned_at or returned_at)
+            where, returned_at = (comm, ticket.program, ticket.extents), self._returned_at or returned_at
+            comm.engine.recorder.note_in_c(where, ticket.front, stamp, call, returned_at)
         elif recording is not None or comm.engine.report is not None:
             self._note(recording, self._traced_in_c(self._times))
 

@@ -341,7 +341,7 @@ class Ticket:
             if note is None and (comm.recording is not None or engine.report is not engine.recorder):
                 return None
             if note is None and engine.recorder is not None:
-                note = partial(engine.recorder.note_in_c, comm, self.program, self.extents, self.front)
+                note = partial(engine.recorder.note_in_c, (comm, self.program, self.extents), self.front)
             if channel.failures or channel.lost is not None:
                 return None
             memory = self._free.pop() if self._free else self._memory()

@@ -33,8 +33,7 @@ CODED = 3e9
 BACKWARD = 2.0
 """A backward takes as long as this many forwards: a record has both as kernels."""
 
-Change = tuple[str, str, Graph | float]
-"""What to change, what to write for it, and the graph after it, or the seconds of its step."""
+Change = tuple[str, str, Graph]
 
 
 class Advice(NamedTuple):
@@ -48,12 +47,9 @@ class Advice(NamedTuple):
 
 def advise(graph: Graph, hosts: Sequence[str]) -> list[Advice]:
     """What gains something: faults first, then the largest gain. `hosts` are those of the ranks of the record."""
-    tried = [(change, True) for change in faults(graph, hosts)]
-    tried += [(change, False) for change in (*changes(graph, hosts), *of_pipeline(graph))]
-    found = [
-        Advice(what, write, changed.run().step if isinstance(changed, Graph) else changed, is_fault)
-        for (what, write, changed), is_fault in tried
-    ]
+    found = [Advice(what, write, changed.run().step, True) for what, write, changed in faults(graph, hosts)]
+    found += [Advice(what, write, changed.run().step) for what, write, changed in changes(graph, hosts)]
+    found += [Advice(*each) for each in of_pipeline(graph)]
     most = (1 - WORTH) * graph.run().step
     return sorted((each for each in found if each.seconds < most), key=lambda each: (not each.is_fault, each.seconds))
 
@@ -124,37 +120,15 @@ def merged(graph: Graph, parts: Array) -> Graph:
 
 
 def halved(graph: Graph, parts: Array) -> Graph:
-    """Each of these calls becomes two. The first one begins when half of the kernels before both have run."""
-    begin = events_of(graph)[0][parts]
-    begin, chosen = np.sort(begin), graph.part[np.sort(begin)]
-    calls, again = np.unique(graph.call[chosen], return_inverse=True)
-    order = np.argsort(again, kind="stable")  # the new parts, call by call
-    number, own, half = np.empty(len(order), int), chosen[order], 0.5 * moving(graph)
-    number[order] = len(graph.ranks) + np.arange(len(order))
-    gap, service = graph.gap.copy(), graph.service.copy()
-    gap[begin] *= 0.5
-    service[chosen] -= half[chosen]
+    """Each of these calls becomes two. The first one begins when half of the kernels before both have run.
 
-    def with_first(values: Array, of_new: Any) -> Array:
-        return np.insert(values, begin, of_new)
-
-    came, ended = (with_first(each, each[begin] - gap[begin]) for each in (graph.measured.came, graph.measured.ended))
-    return replace(
-        graph,
-        rank=with_first(graph.rank, graph.rank[begin]),
-        what=with_first(graph.what, BEGIN),
-        first=graph.first + np.searchsorted(begin, graph.first),
-        part=with_first(graph.part, number),
-        gap=with_first(gap, gap[begin]),
-        ranks=np.append(graph.ranks, graph.ranks[own]),
-        kind=np.append(graph.kind, graph.kind[own]),
-        inside=np.append(graph.inside, graph.inside[own]),
-        members=np.append(graph.members, graph.members[-1] + np.cumsum(np.bincount(again))),
-        call=np.append(graph.call, len(graph.members) - 1 + again[order]),
-        service=np.append(service, service[own]),
-        beside=np.append(graph.beside, graph.beside[calls]),
-        measured=replace(graph.measured, came=came, ended=ended),
-    )
+    Both go one after the other: as one call that begins earlier by what the first one gains, with a latency more.
+    """
+    gap, begin, latency = graph.gap.copy(), events_of(graph)[0][parts], latency_of(graph)
+    earlier = np.minimum(0.5 * graph.gap[begin], 0.5 * moving(graph)[parts] + latency)
+    gap[begin] -= earlier
+    gap[begin + 1] += earlier
+    return replace(graph, gap=gap, service=graph.service + np.where(parts, latency, 0.0))
 
 
 # ----------------------------------------------------------------------------------------------------- what to try
@@ -225,7 +199,7 @@ def changes(graph: Graph, hosts: Sequence[str]) -> Iterator[Change]:
     yield "outer steps", "DiLoCo(sync_every={}, delay={}, fragments={})".format(*period), alone
 
 
-def of_pipeline(graph: Graph) -> Iterator[Change]:
+def of_pipeline(graph: Graph) -> Iterator[tuple[str, str, float]]:
     """Other schedules of a pipeline, a stage on each rank: messages go along a line of ranks, and back.
 
     The one end of a line begins with a send, the other one with a receive. The record has the bubble, but not which
@@ -240,8 +214,8 @@ def of_pipeline(graph: Graph) -> Iterator[Change]:
     if not ends or any(len(each) > 2 or not all(p in peers[q] for q in each) for p, each in [*peers.items()]):
         return
     parts = [graph.part[(graph.rank == rank) & (graph.what == BEGIN)] for rank in ends]
-    words = [next(w for k in graph.kind[own] if (w := graph.kinds[k].moves) in ("send", "recv")) for own in parts]
-    if 2 * words.count("send") != len(ends):
+    begun = [next(w for k in graph.kind[own] if (w := graph.kinds[k].moves) in ("send", "recv")) for own in parts]
+    if 2 * begun.count("send") != len(ends):
         return
     ranks, steps = 2 * len(peers) // len(ends), len(graph.measured.steps)  # of each line
     microbatches = round(float(np.median([*count.values()])) / steps)

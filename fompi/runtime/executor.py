@@ -228,7 +228,8 @@ class Executor(BoundPlan):
         if self._noted is not None and self._in_c_at is not None:
             (recording, extents), recorder = self._noted, self.comm.engine.recorder
             if recording is None and recorder is not None:
-                recorder.note_in_c(self.comm, self.compiled, extents, 0, self._in_c_at[0], call, self._returned_at)
+                where = self.comm, self.compiled, extents
+                recorder.note_in_c(where, 0, self._in_c_at[0], call, self._returned_at)
             else:
                 run = Run(self.compiled, self.comm, *self._in_c_at)
                 self._note(recording, finished_run(Times.of(call), run, self._actions), extents)

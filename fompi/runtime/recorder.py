@@ -34,6 +34,11 @@ of calls, a kind is for all calls of about one size.
 WAIT, END = 5, 6
 """The places of these times in a call."""
 
+Where = tuple[Communicator, Compiled, Extents]
+
+Through = tuple[str, int, int, int]
+"""A message that is through: the verb of its peer, the peer, the tag and the bytes."""
+
 
 class Recorder(Notes):
     """The record of this process. Thread-safe: the engine is locked when it notes a call."""
@@ -53,27 +58,18 @@ class Recorder(Notes):
         """A call has finished on this rank."""
         if run.error is not None:
             return
-        kind, products = self._kind(run.comm, run.compiled, extents)
+        kind, products = self._kind((run.comm, run.compiled, extents))
         begun, _, last = run.agreed or (run.started, 0.0, None)
         inside = sum([run.ended[i] - run.begun[i] for i in products])
         *_, returned_at = given
         self._add_call(run.comm, run.stamp, (kind, last, begun, returned_at, run.moved_at, inside))
 
-    def note_in_c(
-        self,
-        comm: Communicator,
-        compiled: Compiled,
-        extents: Extents,
-        front: int,
-        stamp: int,
-        call: Any,
-        returned_at: float | None,
-    ) -> None:
-        """The `Call` of this program is finished in C, which takes microseconds: so does this.
+    def note_in_c(self, where: Where, front: int, stamp: int, call: Any, returned_at: float | None) -> None:
+        """The `Call` is finished in C, which takes microseconds: so does this. Its first `front` ops agree.
 
-        Its first `front` ops agree. `returned_at`: when the program went on. None: it waited.
+        `returned_at`: when the program went on. None: it waited.
         """
-        kind, products = self._kind(comm, compiled, extents)
+        comm, (kind, products) = where[0], self._kind(where)
         last, inside = None, 0.0
         if front > 1:
             agreed = None if comm.size == 2 else Times.of(call, front).agreement(comm.rank)
@@ -83,10 +79,8 @@ class Recorder(Notes):
             inside = float((of_ops[1] - of_ops[0])[products].sum())
         self._add_call(comm, stamp, (kind, last, call.started, returned_at, call.moved_at, inside))
 
-    def note_message(
-        self, comm: Communicator, stamp: int, message: tuple[str, int, int, int], begun: float, ended: float
-    ) -> None:
-        """A message is through: the verb of its peer, the peer, the tag and the bytes."""
+    def note_message(self, comm: Communicator, stamp: int, message: Through, begun: float, ended: float) -> None:
+        """A message is through."""
         key = comm, message
         if key not in self.plain:
             verb, peer, tag, moved = message
@@ -149,22 +143,22 @@ class Recorder(Notes):
             kind = replace(kind, shapes="", nbytes=1 << kind.nbytes.bit_length())
         return self.kinds.setdefault(kind, len(self.kinds))
 
-    def _kind(self, comm: Communicator, compiled: Compiled, extents: Extents) -> tuple[int, list[int]]:
+    def _kind(self, where: Where) -> tuple[int, list[int]]:
         """The number of a kind, and its ops that are products."""
-        key = comm, compiled, extents
-        found = self.known.get(key)
+        found = self.known.get(where)
         if found is not None:
             return found
+        comm, compiled, extents = where
         problem, shapes = compiled.plan.problem, compiled.sized(extents).shapes
         inputs = [buffer for buffer in compiled.program.buffers if buffer.is_input]
         texts = [f"{buffer.name}[{', '.join(map(str, shapes[buffer.name]))}]" for buffer in inputs]
         moving = sum(nbytes(shapes[buffer.name], buffer.dtype) for buffer in inputs if buffer.axis != "whole")
-        where = f"{comm.name} #{comm.number + 1}", tuple(comm.link.world_ranks), moving, problem.dtype
-        kind = CallKind(problem.operation, problem.moves, *where, f"{problem.dtype} {', '.join(texts)}", problem.wire)
+        base = f"{comm.name} #{comm.number + 1}", tuple(comm.link.world_ranks), moving, problem.dtype
+        kind = CallKind(problem.operation, problem.moves, *base, f"{problem.dtype} {', '.join(texts)}", problem.wire)
         products = [i for i, what in enumerate(compiled.kinds) if what == COMPUTE and not compiled.merges[i]]
         if len(self.known) >= MOST_KINDS:
             self.known.clear()
-        self.known[key] = found = self._number(kind), products
+        self.known[where] = found = self._number(kind), products
         return found
 
     def mark(self, *marked: object) -> None:

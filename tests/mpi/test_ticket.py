@@ -353,7 +353,7 @@ def test_a_record_has_each_call_once(own, torch, monkeypatch, tmp_path, hands_ov
     bound, (after, before) = fompi.all_reduce.bind(x, comm=own), ((own.rank + by) % own.size for by in (1, -1))
     own.engine.report = own.engine.recorder = recorder
     try:
-        for turn in range(8):
+        for _ in range(8):
             fompi.all_reduce(x, comm=own)
             started = fompi.all_reduce.start(torch.ones(4), comm=own)
             started.wait()

@@ -248,7 +248,7 @@ def test_ranks_that_exchange_are_no_pipeline():
         [CallKind(word, word, "world", group, 1 << 20) for word, group in each]
         for each in ([("send", (0, 1)), ("recv", (1, 0))], [("send", (1, 0)), ("recv", (0, 1))])
     ]
-    rows = [(STEP, 0, 0, 0, 0, 0), *[(k, n, *[n + 1.0] * 3, n + 1.5) for n in range(4) for k in (0, 1)]]
+    rows = [(STEP, 0, 0, 0, 0, 0), *[(k, n, *[n + 1 + 0.1 * k] * 3, n + 1.5) for n in range(4) for k in (0, 1)]]
     ranks = [record(rank, [*rows, (STEP, 1, 9, 9, 9, 9)], kinds[rank], host=str(rank)) for rank in range(2)]
     assert not any("pipeline" in each.what for each in advise(Graph.of(ranks), hosts(ranks)))
 
