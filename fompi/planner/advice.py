@@ -27,11 +27,8 @@ WORTH, LATE, SLOW, SMALL_NBYTES, OFTEN, WIRED = 0.01, 1.15, 1.5, 1 << 12, 4, ("f
 """The least gain, as a share of a step. A rank is late, or a link slow, at this many times the median. Calls of at most
 this many bytes show the latency. Two micro-batches are tried from this many calls a step on. What int8 shortens."""
 
-CODED = 3e9
-"""A core encodes and decodes this many bytes of elements in a second."""
-
-BACKWARD = 2.0
-"""A backward takes as long as this many forwards: a record has both as kernels."""
+CODED, BACKWARD = 3e9, 2.0
+"""A core encodes and decodes so many bytes of elements in a second. A backward takes as long as so many forwards."""
 
 Change = tuple[str, str, Graph]
 
@@ -162,11 +159,8 @@ def changes(graph: Graph, hosts: Sequence[str]) -> Iterator[Change]:
     yield "links twice as fast", "fompi replay --machine FILE tries a machine", faster(graph, everything, 0.5)
     each = [WIRES["int8"].each / itemsize(k.dtype) if k.dtype in WIRED and not k.wire else 1.0 for k in graph.kinds]
     wired = faster(graph, everything, np.minimum(1.0, each)[graph.kind])
-    coded = np.array([k.nbytes / CODED * (e < 1.0) for k, e in zip(graph.kinds, each, strict=True)])[graph.kind]
-    wired = replace(
-        wired, service=np.where(everything, np.minimum(graph.service, wired.service + coded), graph.service)
-    )
-    yield "messages of int8", 'wire="int8"', wired
+    coded = wired.service + np.array([kind.nbytes / CODED for kind in graph.kinds])[graph.kind]
+    yield "messages of int8", 'wire="int8"', replace(wired, service=np.minimum(graph.service, coded))
     own = np.bincount(graph.rank, graph.gap)
     shared = replace(graph, gap=graph.gap * (own.mean() / np.maximum(own, 1e-9))[graph.rank])
     yield "balanced shares", "fompi.balance(machine, model)", shared
@@ -184,9 +178,8 @@ def changes(graph: Graph, hosts: Sequence[str]) -> Iterator[Change]:
     started = (wait > begin) & ~at_once
     started &= parts_of(graph, lambda kind: kind.moves == "all_reduce" and "mat" not in kind.operation)
     yield "buckets twice as large", "DistributedDataParallel(bucket_cap_mb=...)", merged(graph, started)
-    large = started & parts_of(graph, lambda kind: kind.nbytes > SMALL_NBYTES)
-    if large.any():
-        yield "buckets half as large", "DistributedDataParallel(bucket_cap_mb=...)", halved(graph, large)
+    started &= parts_of(graph, lambda kind: kind.nbytes > SMALL_NBYTES)
+    yield "buckets half as large", "DistributedDataParallel(bucket_cap_mb=...)", halved(graph, started)
     again, scattered = ~everything, {kind.channel for kind in graph.kinds if kind.moves == "reduce_scatter"}
     for number, kind in enumerate(graph.kinds):
         calls = np.unique(graph.call[graph.kind == number])
@@ -220,12 +213,10 @@ def of_pipeline(graph: Graph) -> Iterator[tuple[str, str, float]]:
     ranks, steps = 2 * len(peers) // len(ends), len(graph.measured.steps)  # of each line
     microbatches = round(float(np.median([*count.values()])) / steps)
     own = np.bincount(graph.rank, graph.gap)[[*peers]].mean() / steps
-    if ranks < 2 or microbatches < ranks or not has_formula("interleaved", ranks, microbatches):
+    if microbatches < 1 or not has_formula("interleaved", ranks, microbatches):
         return
-    forward = float(own) / microbatches / (1 + BACKWARD)
+    step, forward = graph.run().step, float(own) / microbatches / (1 + BACKWARD)
     message = float(np.median(graph.service[parts_of(graph, lambda kind: kind.moves == "recv")]))
-    step = graph.run().step
-    bubble = max(0.0, step - float(own))
 
     def seconds(schedule: str, chunks: int = 1) -> float:
         each = {"F": forward / chunks, "B": BACKWARD * forward / chunks, "I": forward, "W": (BACKWARD - 1) * forward}
@@ -233,5 +224,5 @@ def of_pipeline(graph: Graph) -> Iterator[tuple[str, str, float]]:
 
     now = seconds("1f1b")
     for schedule, words, chunks in (("interleaved", "two stages on each rank", 2), ("zb-h1", "zero bubble", 1)):
-        gain = min(bubble, now - seconds(schedule, chunks))
-        yield f"pipeline: {words}", f"fompi.Pipeline(schedule={schedule!r}), or that of torch", step - gain
+        after = max(float(own), step - now + seconds(schedule, chunks))
+        yield f"pipeline: {words}", f"Pipeline(..., schedule={schedule!r}), or that of torch", after

@@ -36,9 +36,6 @@ WAIT, END = 5, 6
 
 Where = tuple[Communicator, Compiled, Extents]
 
-Through = tuple[str, int, int, int]
-"""A message that is through: the verb of its peer, the peer, the tag and the bytes."""
-
 
 class Recorder(Notes):
     """The record of this process. Thread-safe: the engine is locked when it notes a call."""
@@ -72,15 +69,16 @@ class Recorder(Notes):
         comm, (kind, products) = where[0], self._kind(where)
         last, inside = None, 0.0
         if front > 1:
-            agreed = None if comm.size == 2 else Times.of(call, front).agreement(comm.rank)
-            last = 1 - comm.rank if agreed is None else agreed[2]
+            last = 1 - comm.rank if comm.size == 2 else Times.of(call, front).agreement(comm.rank)[2]  # type: ignore[index]
         if products:
             of_ops = np.frombuffer(call.times(), np.float64).reshape(2, -1)[:, front:]
             inside = float((of_ops[1] - of_ops[0])[products].sum())
         self._add_call(comm, stamp, (kind, last, call.started, returned_at, call.moved_at, inside))
 
-    def note_message(self, comm: Communicator, stamp: int, message: Through, begun: float, ended: float) -> None:
-        """A message is through."""
+    def note_message(
+        self, comm: Communicator, stamp: int, message: tuple[Any, ...], begun: float, ended: float
+    ) -> None:
+        """A message is through: the verb of its peer, the peer, the tag and the bytes."""
         key = comm, message
         if key not in self.plain:
             verb, peer, tag, moved = message
