@@ -23,9 +23,10 @@ from fompi.model.replay import BEGIN, NOTHING, WAIT, Array, Graph
 from fompi.planner.outer import smallest
 from fompi.traces.record import CallKind
 
-WORTH, LATE, SLOW, SMALL_NBYTES, OFTEN, WIRED = 0.01, 1.15, 1.5, 1 << 12, 4, ("float32", "bfloat16", "float16")
-"""The least gain, as a share of a step. A rank is late, or a link slow, at this many times the median. Calls of at most
-this many bytes show the latency. Two micro-batches are tried from this many calls a step on. What int8 shortens."""
+WORTH, LATE, SLOW, OFTEN, WIRED, SMALL_NBYTES = 0.01, 1.15, 1.5, 4, ("float32", "bfloat16", "float16"), 1 << 12
+"""The least gain, as a share of a step. A rank is late, or a link slow, at this many times the median. Two
+micro-batches are tried from this many calls a step on. What int8 shortens. Calls of at most this many bytes show the
+latency, else the smallest ones, of at most 8 times as many."""
 
 CODED, BACKWARD = 3e9, 2.0
 """A core encodes and decodes so many bytes of elements in a second. A backward takes as long as so many forwards."""
@@ -61,7 +62,8 @@ def parts_of(graph: Graph, chosen: Callable[[CallKind], bool] = lambda kind: Tru
 
 def latency_of(graph: Graph) -> float:
     """What small calls take, in seconds. 0: there is none."""
-    small = parts_of(graph, lambda kind: kind.nbytes <= SMALL_NBYTES)
+    sizes = np.where(parts_of(graph), np.array([kind.nbytes for kind in graph.kinds])[graph.kind], np.inf)
+    small = sizes <= max(SMALL_NBYTES, min(sizes.min(), 8 * SMALL_NBYTES))
     return float(np.median(graph.service[small])) if small.any() else 0.0
 
 
@@ -195,9 +197,8 @@ def changes(graph: Graph, hosts: Sequence[str]) -> Iterator[Change]:
 def of_pipeline(graph: Graph) -> Iterator[tuple[str, str, float]]:
     """Other schedules of a pipeline, a stage on each rank: messages go along a line of ranks, and back.
 
-    The one end of a line begins with a send, the other one with a receive. The record has the bubble, but not which
-    kernels are forwards: BACKWARD says that. Ranks whose messages go around have several stages, and their schedule
-    already has a smaller bubble.
+    The one end of a line begins with a send, the other one with a receive. Which kernels are forwards only BACKWARD
+    says. Where messages go around, ranks have several stages: their schedule has a smaller bubble already.
     """
     count = Counter(graph.kinds[kind].group for kind in graph.kind.tolist() if graph.kinds[kind].moves == "send")
     peers = defaultdict[int, set[int]](set)

@@ -84,8 +84,9 @@ class Recorder(Notes):
             verb, peer, tag, moved = message
             word, ends = ("recv", (peer, comm.rank)) if verb == "send" else ("send", (comm.rank, peer))
             group = tuple(comm.link.world_ranks[end] for end in ends)
-            self._learn(key, CallKind(word, word, f"{comm.name} #{comm.number + 1}, tag {tag}", group, moved))
-        self._add_plain(key, comm, stamp, (begun, begun, nan, ended))
+            kind = CallKind(word, word, f"{comm.name} #{comm.number + 1}, tag {tag}", group, moved)
+            self.plain[key] = self._number(kind), (kind.channel, kind.group)
+        self._add_plain(comm, stamp, key, (begun, begun, nan, ended))
 
     def note_library(self, comm: Communicator, word: str, moves: str, args: Any, begun: float) -> None:
         """The MPI library has carried out the collective `word` of mpi4py, which began at `begun`."""
@@ -95,8 +96,8 @@ class Recorder(Notes):
         key = comm.number, comm.name, word, moved
         if key not in self.plain:
             where = f"{comm.name} #{comm.number + 1} of MPI", tuple(comm.link.world_ranks)
-            self._learn(key, CallKind(word, moves, *where, moved))
-        self._add_plain(key, comm, 0, (begun, begun, begun, ended))
+            self.plain[key] = self._number(CallKind(word, moves, *where, moved)), where
+        self._add_plain(comm, 0, key, (begun, begun, begun, ended))
 
     def awaited(self, comm: Communicator, stamp: int) -> None:
         """The program waits for this call, or message, from now on."""
@@ -125,18 +126,15 @@ class Recorder(Notes):
                 del self.open[next(iter(self.open))]
         self.calls.append(row)
 
-    def _learn(self, key: Hashable, kind: CallKind) -> None:
-        if len(self.plain) >= MOST_KINDS:
-            self.plain.clear()
-        self.plain[key] = self._number(kind), (kind.channel, kind.group)
-
-    def _add_plain(self, key: Hashable, comm: Communicator, stamp: int, times: tuple[float, ...]) -> None:
+    def _add_plain(self, comm: Communicator, stamp: int, key: Hashable, times: tuple[float, ...]) -> None:
         """Add a call that has no plan: a message, or a collective of the MPI library."""
         number, channel = self.plain[key]
         self.numbers[channel] += 1
         self._add(comm, stamp, [number, -1, self.numbers[channel], *times, 0.0])
 
     def _number(self, kind: CallKind) -> int:
+        if len(self.plain) >= MOST_KINDS:
+            self.plain.clear()
         if kind not in self.kinds and len(self.kinds) >= MOST_KINDS:  # rows change at every call
             kind = replace(kind, shapes="", nbytes=1 << kind.nbytes.bit_length())
         return self.kinds.setdefault(kind, len(self.kinds))

@@ -51,7 +51,7 @@ from strategy import (
     tensor_parallel_block,
     zero_1,
 )
-from training import Gpt, alone, data_parallel, descent, fully_sharded, pipelined
+from training import Gpt, TorchTask, alone, data_parallel, descent, fully_sharded, pipelined
 
 STEPS, MORE, TURNS = 10, 3, 3
 """Steps of a record, and those before it that do not count. An advice is followed in so many turns."""
@@ -277,9 +277,16 @@ def layers(place: Place, **how: Any) -> Call:
     return Layers(place.bench.comm, place.side, **how)
 
 
-def buckets(place: Place, times: int) -> Call:
-    """DDP with buckets of about a layer, or of several."""
-    return data_parallel(place.task, place.group, bucket_cap_mb=times * (0.005 if place.bench.quick else 0.3))
+def buckets(place: Place, width: int, depth: int, layers: int) -> Call:
+    """DDP of `depth` equal layers, with buckets of so many of them. Its first bucket has 1 MB at most."""
+    torch.manual_seed(0)
+    width = min(width, QUICK_SIDE) if place.bench.quick else width
+    parts, x = [torch.nn.Linear(width, width) for _ in range(depth)], torch.randn(256, width)
+    task = TorchTask(parts, (), x, torch.zeros_like(x), torch.nn.functional.mse_loss)
+    return data_parallel(task, place.group, bucket_cap_mb=layers * 4 * width * width / 2**20)
+
+
+many_small, few_large = partial(buckets, width=64, depth=48), partial(buckets, width=512, depth=8)
 
 
 FOLLOWED_ADVICE = {
@@ -288,7 +295,8 @@ FOLLOWED_ADVICE = {
     "overlap": Followed("sums started", layers, partial(layers, started=True)),
     "fused": Followed("product and sum in one call", layers, partial(layers, fused=True)),
     "late": Followed("rank {last} at the median speed", partial(layers, late=True), layers),
-    "buckets": Followed("buckets twice as large", partial(buckets, times=1), partial(buckets, times=2)),
+    "larger buckets": Followed("buckets twice as large", partial(many_small, layers=1), partial(many_small, layers=2)),
+    "smaller buckets": Followed("buckets half as large", partial(few_large, layers=8), partial(few_large, layers=4)),
 }
 
 OF_ONE_PROGRAM = ("link", "wire", "overlap", "fused")
