@@ -61,10 +61,10 @@ def parts_of(graph: Graph, chosen: Callable[[CallKind], bool] = lambda kind: Tru
 
 
 def latency_of(graph: Graph) -> float:
-    """What small calls take, in seconds. 0: there is none."""
+    """What small calls take, in seconds, but no more than most calls. 0: there is none."""
     sizes = np.where(parts_of(graph), np.array([kind.nbytes for kind in graph.kinds])[graph.kind], np.inf)
     small = sizes <= max(SMALL_NBYTES, min(sizes.min(), 8 * SMALL_NBYTES))
-    return float(np.median(graph.service[small])) if small.any() else 0.0
+    return min(float(np.median(graph.service[each])) for each in (small, sizes >= 0)) if small.any() else 0.0
 
 
 def moving(graph: Graph) -> Array:

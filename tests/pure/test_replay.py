@@ -12,7 +12,7 @@ from fompi.base.errors import LayoutError
 from fompi.cli.main import main
 from fompi.model.machine import Machine
 from fompi.model.replay import Graph
-from fompi.planner.advice import advise
+from fompi.planner.advice import advise, latency_of
 from fompi.traces.record import CALL, STEP, CallKind, RankRecord, load
 
 NAN, MS = float("nan"), 1e-3
@@ -203,6 +203,16 @@ def test_larger_buckets_save_latency():
     found = advise(Graph.of([record(rank, rows, (SUM, small)) for rank in range(2)]), "aa")
     merged = {each.what: each.seconds for each in found}["buckets twice as large"]
     assert merged == pytest.approx((8 - 0.9) * MS)
+
+
+def test_without_small_calls_the_smallest_ones_show_the_latency():
+    """Sums of 16 KB that take 1 ms each, and one late broadcast of 8 bytes, which says nothing."""
+    kinds = replace(SUM, nbytes=1 << 14), replace(SUM, operation="broadcast", moves="broadcast", nbytes=8)
+    rows = [(STEP, 0, 0, 0, 0, 0), *[(0, n, 2 * n + 1, 2 * n + 1, 2 * n + 1, 2 * n + 2) for n in range(4)]]
+    end = (STEP, 1, 30, 30, 30, 30)
+    assert latency_of(Graph.of([record(r, [*rows, end], kinds[:1]) for r in range(2)])) == pytest.approx(1 * MS)
+    late = (1, 9, 10, 10, 10, 25)
+    assert latency_of(Graph.of([record(r, [*rows, late, end], kinds) for r in range(2)])) == pytest.approx(1 * MS)
 
 
 def test_smaller_buckets_begin_earlier():
