@@ -239,6 +239,7 @@ class Pending(CallInFlight):
             self.task = agreement = self.agreement()
             flight.agree(agreement)
             return self.task
+        self._handshake = Times.of(flight.call, ticket.front).agreement(self._comm.rank)
         self.extents, self._outputs = ticket.extents, flight.outputs | self._outputs
         self.task = self._run = run = self._run_of(ticket.program)
         self._note_at_its_end(run)

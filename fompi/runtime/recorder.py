@@ -55,25 +55,30 @@ class Recorder(Notes):
         """A call has finished on this rank."""
         if run.error is not None:
             return
-        kind, products = self._kind((run.comm, run.compiled, extents))
+        where = run.comm, run.compiled, extents
+        kind, products = self.known.get(where) or self._kind(where)
         begun, _, last = run.agreed or (run.started, 0.0, None)
         inside = sum([run.ended[i] - run.begun[i] for i in products])
         *_, returned_at = given
-        self._add_call(run.comm, run.stamp, (kind, last, begun, returned_at, run.moved_at, inside))
+        back, wait = (begun, begun) if returned_at is None else (returned_at, nan)
+        late = -1 if last is None else run.comm.link.world_ranks[last]
+        self._add(run.comm, run.stamp, [kind, late, run.stamp, begun, back, wait, run.moved_at, inside])
 
     def note_in_c(self, where: Where, front: int, stamp: int, call: Any, returned_at: float | None) -> None:
         """The `Call` is finished in C, which takes microseconds: so does this. Its first `front` ops agree.
 
         `returned_at`: when the program went on. None: it waited.
         """
-        comm, (kind, products) = where[0], self._kind(where)
-        last, inside = None, 0.0
+        comm, (kind, products) = where[0], self.known.get(where) or self._kind(where)
+        begun, late, inside = call.started, -1, 0.0
         if front > 1:
             last = 1 - comm.rank if comm.size == 2 else Times.of(call, front).agreement(comm.rank)[2]  # type: ignore[index]
+            late = comm.link.world_ranks[last]
         if products:
             of_ops = np.frombuffer(call.times(), np.float64).reshape(2, -1)[:, front:]
             inside = float((of_ops[1] - of_ops[0])[products].sum())
-        self._add_call(comm, stamp, (kind, last, call.started, returned_at, call.moved_at, inside))
+        back, wait = (begun, begun) if returned_at is None else (returned_at, nan)
+        self._add(comm, stamp, [kind, late, stamp, begun, back, wait, call.moved_at, inside])
 
     def note_message(
         self, comm: Communicator, stamp: int, message: tuple[Any, ...], begun: float, ended: float
@@ -109,21 +114,13 @@ class Recorder(Notes):
         else:
             row[WAIT] = perf_counter()
 
-    def _add_call(self, comm: Communicator, stamp: int, said: tuple[Any, ...]) -> None:
-        kind, last, begun, returned_at, ended, inside = said
-        late = -1 if last is None else comm.link.world_ranks[last]
-        if returned_at is None:
-            self.calls.append([kind, late, stamp, begun, begun, begun, ended, inside])
-        else:
-            self._add(comm, stamp, [kind, late, stamp, begun, returned_at, nan, ended, inside])
-
     def _add(self, comm: Communicator, stamp: int, row: list[Any]) -> None:
-        asked = self.asked.pop((comm, stamp), nan)
-        row[WAIT] = asked if row[WAIT] != row[WAIT] else row[WAIT]
         if row[WAIT] != row[WAIT]:
-            self.open[comm, stamp] = row
-            if len(self.open) > MOST_OPEN:
-                del self.open[next(iter(self.open))]
+            row[WAIT] = self.asked.pop((comm, stamp), nan)
+            if row[WAIT] != row[WAIT]:
+                self.open[comm, stamp] = row
+                if len(self.open) > MOST_OPEN:
+                    del self.open[next(iter(self.open))]
         self.calls.append(row)
 
     def _add_plain(self, comm: Communicator, stamp: int, key: Hashable, times: tuple[float, ...]) -> None:
@@ -140,10 +137,7 @@ class Recorder(Notes):
         return self.kinds.setdefault(kind, len(self.kinds))
 
     def _kind(self, where: Where) -> tuple[int, list[int]]:
-        """The number of a kind, and its ops that are products."""
-        found = self.known.get(where)
-        if found is not None:
-            return found
+        """A new kind of calls: its number, and its ops that are products."""
         comm, compiled, extents = where
         problem, shapes = compiled.plan.problem, compiled.sized(extents).shapes
         inputs = [buffer for buffer in compiled.program.buffers if buffer.is_input]
