@@ -4,9 +4,9 @@
     python tools/traces.py --chakra run/ OUT     a record as Chakra execution traces, OUT/chakra.RANK.et
     python tools/traces.py --perfetto run/ FILE  the last steps, measured and replayed, for ui.perfetto.dev
 
-A call of a trace is in flight while its kernel runs. The program waits for it from the end of the kernels before its
-end on. Chakra: https://github.com/mlcommons/chakra, schema/protobuf/et_def.proto. Kineto: torch.profiler with
-record_shapes=True.
+A call of a trace is in flight while its kernel runs. The program waits for it from the end of the kernels, and the
+begin of the calls, before its end on. Chakra: https://github.com/mlcommons/chakra, schema/protobuf/et_def.proto.
+Kineto: torch.profiler with record_shapes=True.
 """
 
 from __future__ import annotations
@@ -265,11 +265,14 @@ def records_of(traces: Sequence[ForeignTrace]) -> list[RankRecord]:
         kinds: dict[CallKind, int] = {}
         numbers: defaultdict[str, int] = defaultdict(int)
         busy, rows = np.array(union(trace.kernels) or [(-np.inf, -np.inf)]), []
-        for call in sorted(trace.calls, key=lambda call: call.begin):
+        calls = sorted(trace.calls, key=lambda call: call.begin)
+        begins = np.array([call.begin for call in calls])
+        for call in calls:
             group = call.group or tuple(sorted(having[call.channel]))
             kind = CallKind(call.moves, call.moves, call.channel, group, call.nbytes, call.dtype)
             last = np.searchsorted(busy[:, 0], call.end) - 1
-            wait = min(call.end, busy[last, 1]) if last >= 0 else call.begin
+            busy_until = busy[last, 1] if last >= 0 else call.begin
+            wait = min(call.end, max(busy_until, begins[np.searchsorted(begins, call.end) - 1]))
             if wait > call.begin + NOISE:
                 times = call.begin, call.begin + NOISE, wait, call.end
             else:

@@ -75,9 +75,9 @@ class Graph:
         rows: list[tuple[Any, ...]] = []
         for place, (record, marks) in enumerate(zip(records, windows, strict=True)):
             calls = record.calls[np.argsort(record.calls["begin"], kind="stable")]
-            calls = calls[(calls["kind"] != STEP) & (calls["begin"] >= marks[0]) & (calls["begin"] <= marks[-1])]
+            calls = calls[(calls["kind"] != STEP) & (calls["begin"] >= marks[0, 0]) & (calls["begin"] <= marks[0, -1])]
             known = np.array([kinds.setdefault(kind, len(kinds)) for kind in record.kinds])[calls["kind"]]
-            rows.append((np.full(len(calls), place), known, calls, _waits(calls, marks)))
+            rows.append((np.full(len(calls), place), known, calls, _waits(calls, marks[0])))
         channels: dict[Any, int] = {}
         channel = np.array([channels.setdefault((kind.channel, kind.group), len(channels)) for kind in kinds])
         columns: list[Any] = [np.concatenate(each) for each in zip(*rows, strict=True)]
@@ -90,12 +90,12 @@ class Graph:
         begins, ends, waits = (times - late[ranks] for times in (calls["begin"], calls["end"], waits))
         service, inside, beside, awaited = _services(members, call, ranks, begins, ends, calls["inside"])
 
-        steps = np.concatenate([marks - seconds for marks, seconds in zip(windows, late, strict=True)])
-        rank = np.concatenate([ranks, ranks[awaited], np.repeat(np.arange(len(windows)), len(windows[0]))])
-        what = np.repeat([BEGIN, WAIT, MARK], [len(ranks), int(awaited.sum()), len(steps)])
-        came = np.concatenate([begins, waits[awaited], steps])
-        ended = np.concatenate([begins, np.maximum(waits, ends)[awaited], steps])
-        part = np.concatenate([np.arange(len(ranks)), np.flatnonzero(awaited), np.zeros(len(steps), int)])
+        marks = np.concatenate([each - seconds for each, seconds in zip(windows, late, strict=True)], 1)
+        rank = np.concatenate([ranks, ranks[awaited], np.repeat(np.arange(len(windows)), windows[0].shape[1])])
+        what = np.repeat([BEGIN, WAIT, MARK], [len(ranks), int(awaited.sum()), marks.shape[1]])
+        came = np.concatenate([begins, waits[awaited], marks[0]])
+        ended = np.concatenate([begins, np.maximum(waits, ends)[awaited], marks[1]])
+        part = np.concatenate([np.arange(len(ranks)), np.flatnonzero(awaited), np.zeros(marks.shape[1], int)])
         order = np.lexsort((what, ended, came, rank))
         rank, what, came, ended, part = (values[order] for values in (rank, what, came, ended, part))
         first = np.searchsorted(rank, np.arange(len(windows) + 1))
@@ -104,7 +104,7 @@ class Graph:
             earlier = np.maximum.accumulate(ended[begin:end])[:-1]
             gap[begin + 1 : end] = np.maximum(0.0, came[begin + 1 : end] - earlier)
             came[begin + 1 : end] = np.maximum(came[begin + 1 : end], earlier)
-        took = Replayed(came, ended, _steps(ended, what, len(windows)))
+        took = Replayed(came, ended, _steps(came, ended, what, len(windows)))
         of_parts = ranks, call, kind, service, inside
         return cls(tuple(kinds), first, rank, what, part, gap, members, *of_parts, beside, took)
 
@@ -143,7 +143,7 @@ class Graph:
             np.maximum.at(begun, self.call[queued], free[self.ranks[queued]])
             np.maximum.at(free, self.ranks[parts], begun[self.call[parts]] + self.service[parts])
             active = active[at[active] < last[active]]
-        return Replayed(came, ended, _steps(ended, self.what, len(at)))
+        return Replayed(came, ended, _steps(came, ended, self.what, len(at)))
 
     def on(self, machine: Machine) -> Graph:
         """This graph with the links of a machine. The kernels of the program stay as they are."""
@@ -168,15 +168,19 @@ class Graph:
 
 
 def _windows(records: Sequence[RankRecord]) -> list[Array]:
-    """For each rank the ends of the steps that all ranks have. Without steps, the begin and the end of the run."""
+    """For each rank the ends of the steps that all ranks have, and the begins of the next ones.
+
+    Without steps, the begin and the end of the run.
+    """
     if not all((record.calls["kind"] != STEP).any() for record in records):
         raise LayoutError("a rank of the record has no call")
     ends = [record.calls[record.calls["kind"] == STEP] for record in records]
     if all(map(len, ends)):
         low, high = max(each["number"][0] for each in ends), min(each["number"][-1] for each in ends)
         if low < high:
-            return [each["begin"][(each["number"] >= low) & (each["number"] <= high)] for each in ends]
-    return [np.array([record.calls["begin"].min(), record.calls["end"].max()]) for record in records]
+            common = [each[(each["number"] >= low) & (each["number"] <= high)] for each in ends]
+            return [np.array([each["begin"], each["end"]]) for each in common]
+    return [np.array([[record.calls["begin"].min(), record.calls["end"].max()]] * 2) for record in records]
 
 
 def _clocks(call: Array, ranks: Array, ends: Array, rounds: int, size: int) -> Array:
@@ -233,6 +237,7 @@ def _services(
     return np.maximum(0.0, ends - begun), both, beside, ends >= ready[call]
 
 
-def _steps(ended: Array, what: Array, ranks: int) -> Array:
+def _steps(came: Array, ended: Array, what: Array, ranks: int) -> Array:
     """The seconds of each step, in the mean of the ranks."""
-    return np.asarray(np.diff(ended[what == MARK].reshape(ranks, -1), axis=1).mean(axis=0))
+    ends, begins = (each[what == MARK].reshape(ranks, -1) for each in (came, ended))
+    return np.asarray((ends[:, 1:] - begins[:, :-1]).mean(axis=0))

@@ -399,8 +399,8 @@ class Delivered(Task):
 
     finished = True
 
-    def __init__(self, event: Callable[[], Event]):
-        self._event = event
+    def __init__(self, event: Callable[[], Event], stamp: int):
+        self._event, self.stamp = event, stamp
 
     @property
     def event(self) -> Event:
@@ -541,7 +541,9 @@ class Transfer(CallInFlight):
 
         def arrived(call: Any = None) -> None:
             ended = perf_counter() if call is None else call.moved_at
-            self._set(sends, Delivered(lambda: _event(comm, verb, peer, tag, begun, ended, nbytes)))
+            self._set(sends, Delivered(lambda: _event(comm, verb, peer, tag, begun, ended, nbytes), stamp))
+            if comm.engine.recorder is not None:
+                comm.engine.recorder.note_message(comm, stamp, (verb, peer, tag, nbytes), begun, ended)
             if not sends:
                 mail.opened(peer, tag)
 
@@ -549,6 +551,8 @@ class Transfer(CallInFlight):
             tensor: Any = borrow()
             message: Any = Sending(comm, peer, tag, tensor, None) if sends else Receiving(comm, peer, tag, tensor)
             self._set(sends, message)
+            if comm.engine.recorder is not None:
+                message.then = functools.partial(self._note, None, message)
             if not sends:
                 message.dtype, message.shape = dtype, shape_in(header)
             try:
@@ -586,7 +590,8 @@ class Transfer(CallInFlight):
     def _note(self, recording: list[Trace] | None, through: _Message) -> None:
         """Note a message, and record the call once both of its messages are through."""
         if self._comm.engine.recorder is not None:
-            self._comm.engine.recorder.note_message(self._comm, through)
+            what = through.verb, through.peer, through.tag, through.nbytes
+            self._comm.engine.recorder.note_message(self._comm, through.stamp, what, through.begun, through.ended)
         if recording is not None and all(task.finished and task.error is None for task in self._tasks):
             recording.append(self._traced())
 

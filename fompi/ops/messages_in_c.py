@@ -95,7 +95,7 @@ def may_be_in_c(comm: Communicator, peer: int, nbytes: int) -> bool:
         and peer != comm.rank
         and comm.urgency is None
         and comm.recording is None
-        and engine.report is None
+        and engine.report is engine.recorder
         and nbytes <= comm.most_nbytes
         and nbytes < 1 << 31
     )

@@ -217,7 +217,7 @@ class Pending(CallInFlight):
         addresses, strided = places
         with comm.engine.lock:
             self._ticket, self.extents, note = ticket, ticket.extents, None
-            if not waits or comm.recording is not None or comm.engine.report is not None:
+            if not waits or comm.recording is not None or comm.engine.report is not comm.engine.recorder:
                 note = functools.partial(self._ended_in_c, comm.recording)
             task = ticket.begin(addresses, (arrays, None), lambda: self, waits, note, strided)
             if task is None:
@@ -233,12 +233,13 @@ class Pending(CallInFlight):
     def take_over(self, flight: TicketInC) -> Any:
         """Python goes on with this call, which C has begun: the task that does so."""
         ticket = flight.ticket
-        self._stamp = flight.stamp
+        self._stamp, self._returned_at = flight.stamp, self._returned_at or flight.returned_at
         self._backend = ticket.backend  # the communicator may have another one meanwhile
         if not flight.has_agreed:
             self.task = agreement = self.agreement()
             flight.agree(agreement)
             return self.task
+        self._handshake = Times.of(flight.call, ticket.front).agreement(self._comm.rank)
         self.extents, self._outputs = flight.memory.extents, flight.outputs | self._outputs
         self.task = self._run = run = self._run_of(ticket.program)
         self._note_at_its_end(run)
@@ -336,11 +337,16 @@ class Pending(CallInFlight):
             returned_at = self._returned_at or (run.moved_at if isinstance(self, Started) else None)
             report.note(run, trace, self.extents, self._backend, None, returned_at, outputs=self._outputs)
 
-    def _ended_in_c(self, recording: list[Trace] | None, stamp: int, times: Times) -> None:
+    def _ended_in_c(self, recording: list[Trace] | None, stamp: int, call: Any, returned_at: float | None) -> None:
         """C has finished the call."""
-        self._stamp, self._times = stamp, times
-        if recording is not None or self._comm.engine.report is not None:
-            self._note(recording, self._traced_in_c(times))
+        comm, ticket, self._stamp = self._comm, self._ticket, stamp
+        assert ticket is not None
+        self._times = Times.of(call, ticket.front)
+        if recording is None and comm.engine.recorder is not None:
+            where, returned_at = (comm, ticket.program, ticket.extents), self._returned_at or returned_at
+            comm.engine.recorder.note_in_c(where, ticket.front, stamp, call, returned_at)
+        elif recording is not None or comm.engine.report is not None:
+            self._note(recording, self._traced_in_c(self._times))
 
     def _program(
         self, problem: Problem, total: int | None, same_problem: bool, even: bool
@@ -547,10 +553,7 @@ class Pending(CallInFlight):
 
     def _traced_in_c(self, times: Times) -> Run:
         """The run of this call, which C has finished."""
-        agreement = times.agreement()
-        if agreement is not None:
-            begun, ended, last = agreement
-            self._handshake = begun, ended, last + (last >= self._comm.rank)  # the receives come first, without its own
+        self._handshake = times.agreement(self._comm.rank) or self._handshake
         return finished_run(times, self._run_of(self._compiled), [])
 
     def _traced(self, run: Run) -> Trace:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from math import prod
 from operator import itemgetter
 from time import perf_counter
@@ -39,7 +40,6 @@ from fompi.runtime.native_run import (
     STALL_SECONDS,
     InC,
     PythonKernels,
-    Times,
     arrays_at,
     drive_in_c,
     is_for_c,
@@ -58,6 +58,8 @@ MOST_TICKETS = 512
 
 MOST_IN_FLIGHT = 16
 """The calls of one form that may be in flight in C. Others run in Python."""
+
+Note = Callable[[int, Any, float | None], object]
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -195,6 +197,7 @@ class Ticket:
         self.sized = sized = program.sized(self.extents)
         self.is_small = program.is_small(sized)
         self.lowered = self._lowered()
+        self.front = 0 if self.lowered is None else self.lowered.agreed.front  # so many ops of a call agree, first
         shapes, buffers = sized.shapes, program.buffers
         *self._nbytes, self._y_nbytes = (
             prod(shapes[name]) * ITEMSIZE[buffers[name].dtype] if name in shapes else 0 for name in names
@@ -237,12 +240,6 @@ class Ticket:
                 return lambda: np.empty(shape, storage)
             return lambda: arena.take(shape, storage)
         return lambda: dlpack.lend(arena.take(shape, storage), dtype, framework)
-
-    @property
-    def front(self) -> int:
-        """How many ops of a call agree, before those of the program."""
-        assert self.lowered is not None
-        return self.lowered.agreed.front
 
     # -- calls by a key of their arguments (`fompi.ops.keys`): contiguous tensors of the host, and a new result or out=
     def enter(self, form: Hashable) -> None:
@@ -331,7 +328,7 @@ class Ticket:
         held: Any,
         describe: Callable[[], Any],
         waits: bool,
-        note: Callable[[int, Times], object] | None = None,
+        note: Note | None = None,
         strided: Mapping[str, Array] = NOTHING,
     ) -> Any:
         """Begin a call on memory at these addresses, those of `given`.
@@ -340,7 +337,8 @@ class Ticket:
 
         `held` is the memory of the call, kept until it is finished; the last of it is its result. If Python goes on
         with the call, it does so as what `describe()` returns: its `take_over(flight)` is the task from then on.
-        `note` gets the number and the times of a call that C has finished. `strided`: see `places`.
+        `note` gets the number of a call that C has finished, the `Call`, which has its times, and when the program went
+        on (None: it waited). Without a `note`, FOMPI_RECORD has one. `strided`: see `places`.
         """
         comm = self.comm
         engine, channel = comm.engine, comm.channel
@@ -349,13 +347,15 @@ class Ticket:
         if len(SCHEDULES) != self.schedules or SCHEDULES.get(self.schedule) is not self.generator:
             return None  # "auto" may choose another one now
         with engine.lock:
-            if note is None and (engine.report is not None or comm.recording is not None):
+            if note is None and (comm.recording is not None or engine.report is not engine.recorder):
                 return None
             if channel.failures or channel.lost is not None:
                 return None
             memory = self._free.pop() if self._free else self._memory()
             if memory is None:
                 return None
+            if note is None and engine.recorder is not None:
+                note = partial(self._record, memory)
             self.used, call = True, memory.call
             stamp, slot = self.last_stamp, _ = comm.next_call()
             comm.note_start(self.name, stamp)
@@ -372,16 +372,21 @@ class Ticket:
                     flight = TicketInC(self, memory, stamp, kernels, describe, held, note, strided)
                     flight.awaited, flight.forwards = waits, self.program.forwards
                     flight.is_long = self.program.is_long(memory.sized)
+                    flight.returned_at = None if waits else perf_counter()
                     flight.moved()
                     if not memory.is_sized:
                         flight.heir()
             if is_finished:
                 channel.begun[0] = stamp
                 if note is not None:
-                    note(stamp, Times.of(call, self.front))
+                    note(stamp, call, None if waits else call.moved_at)
                 self._free.append(memory)
                 return DONE
             return flight
+
+    def _record(self, memory: Memory, stamp: int, call: Any, returned_at: float | None) -> None:
+        where = self.comm, self.program, memory.extents
+        self.comm.engine.recorder.note_in_c(where, self.front, stamp, call, returned_at)
 
     def _memory(self) -> Memory | None:
         """Memory for one more call in flight. None: C does not know the plan, or there is none."""
@@ -475,6 +480,7 @@ class TicketInC(InC, CallInFlight):
 
     pending: Any = None
     has_agreed = False  # True: Python goes on with the plan, in the memory of this call
+    returned_at: float | None = None  # when the program went on with other work. None: it waits
 
     def __init__(
         self,
@@ -484,7 +490,7 @@ class TicketInC(InC, CallInFlight):
         kernels: PythonKernels,
         describe: Callable[[], Any],
         held: Any,
-        note: Callable[[int, Times], object] | None,
+        note: Note | None,
         strided: Mapping[str, Array],
     ):
         self.ticket, self.value, self._comm = ticket, held[-1], ticket.comm
@@ -494,7 +500,7 @@ class TicketInC(InC, CallInFlight):
 
     def _landed(self) -> None:
         if self._note is not None:
-            self._note(self.stamp, Times.of(self.call, self.ticket.front))
+            self._note(self.stamp, self.call, self.returned_at)
         self.comm.end_turn(self.stamp)
         self.ticket.left(self.memory)
 
@@ -548,9 +554,11 @@ class TicketInC(InC, CallInFlight):
 
     def wait(self, timeout: float | None = None) -> Any:
         """The result. Raises the error of the call, and WaitTimeout after `timeout` seconds (it goes on)."""
-        begun = perf_counter()
+        begun, engine = perf_counter(), self.comm.engine
+        if engine.recorder is not None and self.returned_at is not None:
+            engine.recorder.awaited(self.comm, self.stamp)
         drive_in_c(self)
-        if not self.comm.engine.wait(self, self.comm.channel, timeout):
+        if not engine.wait(self, self.comm.channel, timeout):
             raise WaitTimeout(f"a call of {self.comm.name} is not finished after {timeout:g} s; it goes on")
         if self.pending is not None:
             self.pending.wait(None if timeout is None else max(0.0, timeout - (perf_counter() - begun)))

@@ -9,7 +9,7 @@ first, then the rest by its gain.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,13 +18,18 @@ import numpy as np
 
 from fompi.base.layout import itemsize
 from fompi.base.wires import WIRES
+from fompi.model.pipeline import has_formula, predicted
 from fompi.model.replay import BEGIN, NOTHING, WAIT, Array, Graph
 from fompi.planner.outer import smallest
 from fompi.traces.record import CallKind
 
-WORTH, LATE, SLOW, SMALL_NBYTES, OFTEN, WIRED = 0.01, 1.15, 1.5, 1 << 12, 4, ("float32", "bfloat16", "float16")
-"""The least gain, as a share of a step. A rank is late, or a link slow, at this many times the median. Calls of at most
-this many bytes show the latency. Two micro-batches are tried from this many calls a step on. What int8 shortens."""
+WORTH, LATE, SLOW, OFTEN, WIRED, SMALL_NBYTES = 0.01, 1.15, 1.5, 4, ("float32", "bfloat16", "float16"), 1 << 12
+"""The least gain, as a share of a step. A rank is late, or a link slow, at this many times the median. Two
+micro-batches are tried from this many calls a step on. What int8 shortens. Calls of at most this many bytes show the
+latency, else the smallest ones, of at most 8 times as many."""
+
+CODED, BACKWARD = 3e9, 2.0
+"""A core encodes and decodes so many bytes of elements in a second. A backward takes as long as so many forwards."""
 
 Change = tuple[str, str, Graph]
 
@@ -42,6 +47,7 @@ def advise(graph: Graph, hosts: Sequence[str]) -> list[Advice]:
     """What gains something: faults first, then the largest gain. `hosts` are those of the ranks of the record."""
     found = [Advice(what, write, changed.run().step, True) for what, write, changed in faults(graph, hosts)]
     found += [Advice(what, write, changed.run().step) for what, write, changed in changes(graph, hosts)]
+    found += [Advice(*each) for each in of_pipeline(graph)]
     most = (1 - WORTH) * graph.run().step
     return sorted((each for each in found if each.seconds < most), key=lambda each: (not each.is_fault, each.seconds))
 
@@ -54,11 +60,16 @@ def parts_of(graph: Graph, chosen: Callable[[CallKind], bool] = lambda kind: Tru
     return np.array([len(kind.group) > 1 and chosen(kind) for kind in graph.kinds], bool)[graph.kind]
 
 
+def latency_of(graph: Graph) -> float:
+    """What small calls take, in seconds, but no more than most calls. 0: there is none."""
+    sizes = np.where(parts_of(graph), np.array([kind.nbytes for kind in graph.kinds])[graph.kind], np.inf)
+    small = sizes <= max(SMALL_NBYTES, min(sizes.min(), 8 * SMALL_NBYTES))
+    return min(float(np.median(graph.service[each])) for each in (small, sizes >= 0)) if small.any() else 0.0
+
+
 def moving(graph: Graph) -> Array:
-    """The seconds of each part for its bytes, without kernels and without the latency, which small calls show."""
-    small = parts_of(graph, lambda kind: kind.nbytes <= SMALL_NBYTES)
-    latency = float(np.median(graph.service[small])) if small.any() else 0.0
-    return np.maximum(0.0, graph.service - graph.inside - latency)
+    """The seconds of each part for its bytes, without kernels and without the latency."""
+    return np.maximum(0.0, graph.service - graph.inside - latency_of(graph))
 
 
 def faster(graph: Graph, parts: Array, share: Any) -> Graph:
@@ -107,15 +118,28 @@ def merged(graph: Graph, parts: Array) -> Graph:
     return replace(graph, what=what, part=part, service=service)
 
 
+def halved(graph: Graph, parts: Array) -> Graph:
+    """Each of these calls becomes two. The first one begins when half of the kernels before both have run.
+
+    Both go one after the other: as one call that begins earlier by what the first one gains, with a latency more.
+    """
+    gap, begin, latency = graph.gap.copy(), events_of(graph)[0][parts], latency_of(graph)
+    earlier = np.minimum(0.5 * graph.gap[begin], 0.5 * moving(graph)[parts] + latency)
+    gap[begin] -= earlier
+    gap[begin + 1] += earlier
+    return replace(graph, gap=gap, service=graph.service + np.where(parts, latency, 0.0))
+
+
 # ----------------------------------------------------------------------------------------------------- what to try
 
 
 def faults(graph: Graph, hosts: Sequence[str]) -> Iterator[Change]:
     """Ranks and hosts whose kernels take longer, and groups of ranks on which calls do."""
     own = np.bincount(graph.rank, graph.gap)
+    usual = max(float(np.sort(own)[(len(own) - 1) // 2]), 1e-9)  # the lower median: of two ranks the faster one's
     groups = {f"host {host}": np.flatnonzero(np.array([*hosts]) == host) for host in hosts if hosts.count(host) > 1}
     for name, ranks in (groups | {f"rank {own.argmax()}": np.array([own.argmax()])}).items():
-        times = float(own[ranks].min() / max(np.median(own), 1e-9))
+        times = float(own[ranks].min()) / usual
         if times > LATE:
             gap = np.where(np.isin(graph.rank, ranks), graph.gap / times, graph.gap)
             yield f"{name} at the median speed", f"its kernels take {times:.2f} times", replace(graph, gap=gap)
@@ -136,7 +160,9 @@ def changes(graph: Graph, hosts: Sequence[str]) -> Iterator[Change]:
     everything, steps, (begin, wait) = parts_of(graph), len(graph.measured.steps), events_of(graph)
     yield "links twice as fast", "fompi replay --machine FILE tries a machine", faster(graph, everything, 0.5)
     each = [WIRES["int8"].each / itemsize(k.dtype) if k.dtype in WIRED and not k.wire else 1.0 for k in graph.kinds]
-    yield "messages of int8", 'wire="int8"', faster(graph, everything, np.minimum(1.0, each)[graph.kind])
+    wired = faster(graph, everything, np.minimum(1.0, each)[graph.kind])
+    coded = wired.service + np.array([kind.nbytes / CODED for kind in graph.kinds])[graph.kind]
+    yield "messages of int8", 'wire="int8"', replace(wired, service=np.minimum(graph.service, coded))
     own = np.bincount(graph.rank, graph.gap)
     shared = replace(graph, gap=graph.gap * (own.mean() / np.maximum(own, 1e-9))[graph.rank])
     yield "balanced shares", "fompi.balance(machine, model)", shared
@@ -151,8 +177,11 @@ def changes(graph: Graph, hosts: Sequence[str]) -> Iterator[Change]:
     yield "sums started", "all_reduce.start(x), and wait() before the next call", hidden(graph, sums, 0, 1)
     if (gathers | sums).sum() >= OFTEN * steps * len(hosts):
         yield "two micro-batches at a time", "fompi.interleave(f, g)", hidden(graph, gathers | sums, 0.5, 0.5)
-    started = (wait > begin) & ~at_once & parts_of(graph, lambda kind: kind.moves == "all_reduce")
+    started = (wait > begin) & ~at_once
+    started &= parts_of(graph, lambda kind: kind.moves == "all_reduce" and "mat" not in kind.operation)
     yield "buckets twice as large", "DistributedDataParallel(bucket_cap_mb=...)", merged(graph, started)
+    started &= parts_of(graph, lambda kind: kind.nbytes > SMALL_NBYTES)
+    yield "buckets half as large", "DistributedDataParallel(bucket_cap_mb=...)", halved(graph, started)
     again, scattered = ~everything, {kind.channel for kind in graph.kinds if kind.moves == "reduce_scatter"}
     for number, kind in enumerate(graph.kinds):
         calls = np.unique(graph.call[graph.kind == number])
@@ -163,3 +192,38 @@ def changes(graph: Graph, hosts: Sequence[str]) -> Iterator[Change]:
     alone, exchange = without(graph, sums), float(graph.service[sums].sum()) / len(hosts) / steps
     period = smallest(max(alone.run().step, 1e-9), [exchange / fragments for fragments in range(1, 9)])
     yield "outer steps", "DiLoCo(sync_every={}, delay={}, fragments={})".format(*period), alone
+
+
+def of_pipeline(graph: Graph) -> Iterator[tuple[str, str, float]]:
+    """Other schedules of a pipeline, a stage on each rank: messages go along a line of ranks, and back.
+
+    The one end of a line begins with a send, the other one with a receive. Which kernels are forwards only BACKWARD
+    says. Where messages go around, ranks have several stages: their schedule has a smaller bubble already.
+    """
+    count = Counter(graph.kinds[kind].group for kind in graph.kind.tolist() if graph.kinds[kind].moves == "send")
+    peers = defaultdict[int, set[int]](set)
+    for source, dest in count:
+        peers[source].add(dest)
+    ends = [rank for rank, each in peers.items() if len(each) == 1]
+    if not ends or any(len(each) > 2 or not all(p in peers[q] for q in each) for p, each in [*peers.items()]):
+        return
+    parts = [graph.part[(graph.rank == rank) & (graph.what == BEGIN)] for rank in ends]
+    begun = [next(w for k in graph.kind[own] if (w := graph.kinds[k].moves) in ("send", "recv")) for own in parts]
+    if 2 * begun.count("send") != len(ends):
+        return
+    ranks, steps = 2 * len(peers) // len(ends), len(graph.measured.steps)  # of each line
+    microbatches = round(float(np.median([*count.values()])) / steps)
+    own = np.bincount(graph.rank, graph.gap)[[*peers]].mean() / steps
+    if microbatches < 1 or not has_formula("interleaved", ranks, microbatches):
+        return
+    step, forward = graph.run().step, float(own) / microbatches / (1 + BACKWARD)
+    message = float(np.median(graph.service[parts_of(graph, lambda kind: kind.moves == "recv")]))
+
+    def seconds(schedule: str, chunks: int = 1) -> float:
+        each = {"F": forward / chunks, "B": BACKWARD * forward / chunks, "I": forward, "W": (BACKWARD - 1) * forward}
+        return predicted(schedule, ranks, microbatches, chunks, each, message)
+
+    now = seconds("1f1b")
+    for schedule, words, chunks in (("interleaved", "two stages on each rank", 2), ("zb-h1", "zero bubble", 1)):
+        after = max(float(own), step - now + seconds(schedule, chunks))
+        yield f"pipeline: {words}", f"Pipeline(..., schedule={schedule!r}), or that of torch", after

@@ -231,9 +231,13 @@ class Executor(BoundPlan):
         """C has finished the call."""
         self._run, call = None, self._in_c
         if self._noted is not None and self._in_c_at is not None:
-            recording, extents = self._noted
-            run = Run(self.compiled, self.comm, *self._in_c_at)
-            self._note(recording, finished_run(Times.of(call), run, self._actions), extents)
+            (recording, extents), recorder = self._noted, self.comm.engine.recorder
+            if recording is None and recorder is not None:
+                where = self.comm, self.compiled, extents
+                recorder.note_in_c(where, 0, self._in_c_at[0], call, self._returned_at)
+            else:
+                run = Run(self.compiled, self.comm, *self._in_c_at)
+                self._note(recording, finished_run(Times.of(call), run, self._actions), extents)
         self._seconds = call.moved_at - call.started
         if self.drift is not None and self.is_whole:
             self.drift.note(self._seconds)
@@ -508,8 +512,9 @@ class Executor(BoundPlan):
         Raises the error that ended the call on this rank, PeerError if another rank failed first, and WaitTimeout
         after `timeout` seconds (the call goes on).
         """
-        if self.comm.engine.recorder is not None and (begun := self._run) is not None:
-            self.comm.engine.recorder.awaited(self.comm, begun.stamp)
+        recorder, begun = self.comm.engine.recorder, self._run
+        if recorder is not None and (begun is not None or self._in_c_at is not None):
+            recorder.awaited(self.comm, self._in_c_at[0] if begun is None else begun.stamp)  # type: ignore[index]
         if self._run is None and self._in_c_at is not None:
             return self._results_in_c()
         first = self._current()

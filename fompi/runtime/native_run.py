@@ -56,10 +56,14 @@ class Times(NamedTuple):
     def of(cls, call: Call, front: int = 0) -> Times:
         return cls(call.started, call.moved_at, call.times(), front)
 
-    def agreement(self) -> tuple[float, float, int] | None:
-        """When the agreement began and ended, and the receive that ended last: they come before as many sends."""
-        begun, ended = np.frombuffer(self.of_ops, np.float64).reshape(2, -1)[:, : self.front]
-        return (begun[0], ended[-1], int(np.argmax(ended[: self.front // 2]))) if self.front > 1 else None
+    def agreement(self, rank: int) -> tuple[float, float, int] | None:
+        """When the agreement of this rank began and ended, and which rank came last."""
+        if self.front < 2:
+            return None
+        times = memoryview(self.of_ops).cast("d")
+        ended = times[len(times) // 2 :]
+        last = max(range(self.front // 2), key=ended.__getitem__)  # the receives, without its own, then as many sends
+        return times[0], ended[self.front - 1], last + (last >= rank)
 
 
 AT_ONCE_SECONDS = 2e-5

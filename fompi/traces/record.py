@@ -33,7 +33,7 @@ MOST_CALLS = 1 << 16
 """A rank keeps this many calls and ends of steps, the newest: 4 MB."""
 
 STEP = -1
-"""The kind of what is no call, but the end of the step `number`."""
+"""The kind of what is no call, but the end of the step `number` at `begin`. The next step begins at `end`."""
 
 
 @dataclass(frozen=True)

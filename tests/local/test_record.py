@@ -1,12 +1,18 @@
-"""FOMPI_RECORD on programs that run, of torch's DistributedDataParallel and of mpi4py; replayed afterwards."""
+"""Records of programs that run, replayed afterwards: of torch's DistributedDataParallel and of mpi4py by FOMPI_RECORD,
+
+and of torch on gloo, which never sees fompi, by torch.profiler.
+"""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import textwrap
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import traces
 
 from fompi.cli.main import main
 from fompi.model.replay import Graph
@@ -46,6 +52,46 @@ for step in range(4):
     fompi.send(small, 1) if comm.rank == 0 else fompi.recv(0)
     fompi.mark_step()
 """
+
+
+GLOO = """
+import os, sys
+import torch
+import torch.distributed as dist
+
+folder, child = sys.argv[1], os.fork()
+rank = int(child == 0)
+dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=2)
+torch.manual_seed(0)
+layers = [torch.nn.Linear(64, 64) for _ in range(4)]
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.03)
+optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+schedule = torch.profiler.schedule(wait=0, warmup=1, active=3, repeat=1)
+with torch.profiler.profile(record_shapes=True, schedule=schedule) as profiler:
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+        profiler.step()
+profiler.export_chrome_trace(f"{folder}/rank{rank}.json")
+dist.destroy_process_group()
+if child:
+    sys.exit(os.waitpid(child, 0)[1])
+"""
+
+
+def test_gradients_of_torch_on_gloo(tmp_path, capsys):
+    """torch.profiler with record_shapes=True writes a trace of each rank."""
+    words = [sys.executable, "-c", GLOO, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr
+    assert traces.main([str(tmp_path), str(tmp_path / "run")]) == 0
+    graph = Graph.of(load(tmp_path / "run"))
+    sums = {kind.nbytes for kind in graph.kinds if kind.moves == "all_reduce"}
+    assert sums and sum(sums) <= 4 * 4 * 65 * 64 and all(kind.group == (0, 1) for kind in graph.kinds)
+    assert len(graph.measured.steps) == 3 and graph.run().step == pytest.approx(graph.measured.step, rel=0.3)
+    assert main(["advise", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.startswith("3 steps of 2 of 2 ranks: measured ")
 
 
 @pytest.fixture

@@ -20,6 +20,8 @@ from fompi.engine.native import engine
 from fompi.model.machine import Machine
 from fompi.ops.ticket import CountsTicket, Ticket
 from fompi.runtime.native_run import InC, made_call
+from fompi.runtime.recorder import Recorder
+from fompi.traces.record import STEP, load
 
 pytestmark = [
     pytest.mark.ranks(mpich=[2, 3], openmpi=[2]),
@@ -387,6 +389,38 @@ def test_calls_between_started_ones(own):
         assert (fompi.all_reduce(np.full(3, turn), comm=own) == own.size * turn).all()
         assert (pending.wait() == own.size * (own.size + 1) / 2).all()
         assert (fompi.all_reduce(np.full(3, turn), comm=own) == own.size * turn).all()
+
+
+@pytest.mark.parametrize("hands_over", [False, True])
+def test_a_record_has_each_call_once(own, torch, monkeypatch, tmp_path, hands_over):
+    """C carries them out as without a record, and Python notes those with which it goes on."""
+    draw, recorder, x = np.random.default_rng(own.rank), Recorder(str(tmp_path)), np.ones(8)
+    if hands_over:
+        cut_short(monkeypatch, lambda: int(draw.integers(0, 10)))
+    bound, (after, before) = fompi.all_reduce.bind(x, comm=own), ((own.rank + by) % own.size for by in (1, -1))
+    own.engine.report = own.engine.recorder = recorder
+    try:
+        for _ in range(8):
+            fompi.all_reduce(x, comm=own)
+            started = fompi.all_reduce.start(torch.ones(4), comm=own)
+            started.wait()
+            bound()
+            bound.start()
+            bound.wait()
+            fompi.sendrecv(x, after, source=before, comm=own)
+    finally:
+        own.engine.report = own.engine.recorder = None
+    assert len(tickets(own)) == 2
+    recorder.mark(recorder.steps)
+    recorder.finish()
+    (rank,) = load(tmp_path)
+    rows, group = rank.calls[rank.calls["kind"] != STEP], tuple(own.link.world_ranks)
+    sums = rows[[rank.kinds[kind].moves == "all_reduce" for kind in rows["kind"]]]
+    assert {kind.group for kind in rank.kinds if kind.moves == "all_reduce"} == {group}
+    assert len(sums) == 8 * 4 == len(np.unique(sums["number"])) and len(rows) == len(sums) + 8 * 2
+    assert (rows["end"] >= rows["begin"]).all() and (rows["wait"] >= rows["begin"]).all()  # somebody waits for each
+    late = sums["late"][sums["late"] >= 0]  # a bound call does not agree
+    assert len(late) == 8 * 2 and {*late.tolist()} <= {*group} - {own.link.world_ranks[own.rank]}
 
 
 def test_traces_are_complete(own):

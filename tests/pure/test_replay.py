@@ -12,7 +12,7 @@ from fompi.base.errors import LayoutError
 from fompi.cli.main import main
 from fompi.model.machine import Machine
 from fompi.model.replay import Graph
-from fompi.planner.advice import advise
+from fompi.planner.advice import advise, latency_of
 from fompi.traces.record import CALL, STEP, CallKind, RankRecord, load
 
 NAN, MS = float("nan"), 1e-3
@@ -49,6 +49,13 @@ def test_a_replay_repeats_the_record():
     graph = Graph.of([steps(0, 5, late=8), steps(1, 8, late=8)])
     assert graph.measured.step == pytest.approx(11 * MS) == graph.run().step
     assert graph.waited(graph.run()) == pytest.approx([(5 + 2) / 2 * MS])  # 5 ms on the one, 2 on the other
+
+
+def test_to_write_a_record_is_in_no_step():
+    """A mark ends a step, and the next one begins 3 ms later."""
+    rows = [(STEP, 0, 0, 0, 0, 3), (0, 0, 4, 4, 4, 6), (STEP, 1, 7, 7, 7, 10), (STEP, 2, 11, 11, 11, 11)]
+    graph = Graph.of([record(0, rows), record(1, rows)])
+    assert graph.measured.steps == pytest.approx([4 * MS, 1 * MS]) == graph.run().steps
 
 
 def test_calls_in_flight_share_the_link_and_nobody_waits_before_the_end_of_the_step():
@@ -168,7 +175,7 @@ def test_own_kernels_need_no_advice(capsys, tmp_path):
         ({}, "links twice as fast", 7),
         ({}, "sums started", 7),  # behind the millisecond after it
         ({}, "product and sum in one call", 6.0),  # 2 ms of messages behind half of 5 ms of kernels
-        ({}, "messages of int8", 6 + 2 * 1.0625 / 4),
+        ({}, "messages of int8", 6 + 2 * 1.0625 / 4 + 1e3 * (1 << 20) / 3e9),
         ({"operation": "all_gather", "moves": "all_gather"}, "gathers one layer ahead", 6),
         ({"operation": "all_gather", "moves": "all_gather"}, "gather and product in one call", 7.5),
     ],
@@ -196,6 +203,64 @@ def test_larger_buckets_save_latency():
     found = advise(Graph.of([record(rank, rows, (SUM, small)) for rank in range(2)]), "aa")
     merged = {each.what: each.seconds for each in found}["buckets twice as large"]
     assert merged == pytest.approx((8 - 0.9) * MS)
+
+
+def test_without_small_calls_the_smallest_ones_show_the_latency():
+    """Sums of 16 KB that take 1 ms each, and one late broadcast of 8 bytes, which says nothing."""
+    kinds = replace(SUM, nbytes=1 << 14), replace(SUM, operation="broadcast", moves="broadcast", nbytes=8)
+    rows = [(STEP, 0, 0, 0, 0, 0), *[(0, n, 2 * n + 1, 2 * n + 1, 2 * n + 1, 2 * n + 2) for n in range(4)]]
+    end = (STEP, 1, 30, 30, 30, 30)
+    assert latency_of(Graph.of([record(r, [*rows, end], kinds[:1]) for r in range(2)])) == pytest.approx(1 * MS)
+    late = (1, 9, 10, 10, 10, 25)
+    assert latency_of(Graph.of([record(r, [*rows, late, end], kinds) for r in range(2)])) == pytest.approx(1 * MS)
+
+
+def test_smaller_buckets_begin_earlier():
+    """A sum of 4 ms behind 6 ms of kernels, and a latency of 1 ms. Half of its bytes go while half of them run."""
+    small = replace(SUM, nbytes=8)
+    rows = [(STEP, 0, 0, 0, 0, 0), (1, 0, 0, 0, 0, 1), (0, 1, 7, 7.01, NAN, 11), (STEP, 1, 12, 12, 12, 12)]
+    graph = Graph.of([record(rank, rows, (SUM, small)) for rank in range(2)])
+    found = {each.what: each.seconds for each in advise(graph, "aa")}
+    assert found["buckets half as large"] == pytest.approx((12 - 1.5) * MS)
+
+
+def pipeline(steps=2, microbatches=4):
+    """GPipe on two ranks: all forwards of 1 ms, then all backwards of 2 ms. Messages take no time."""
+    ahead, back = (0, 1), (1, 0)
+    first = [(0, n, *[n + 1.0] * 4) for n in range(microbatches)]  # a send behind each forward
+    first += [(1, n, *[4.0 if n == 0 else 7.0 + 2 * n] * 3, 7.0 + 2 * n) for n in range(microbatches)]
+    second = [(0, n, *[-2.0 if n == 0 else n + 1.0] * 3, n + 1.0) for n in range(microbatches)]
+    second += [(1, n, *[7.0 + 2 * n] * 4) for n in range(microbatches)]  # a send behind each backward
+    records = []
+    for rank, (own, words) in enumerate(((first, ("send", "recv")), (second, ("recv", "send")))):
+        kinds = [
+            CallKind(word, word, "world", group, 1 << 20) for word, group in zip(words, (ahead, back), strict=True)
+        ]
+        rows = [(STEP, step, *[15.0 * step - 2 * rank] * 4) for step in range(steps + 1)]
+        for step in range(steps):
+            rows += [(kind, 9 * step + n, *(15.0 * step + t for t in when)) for kind, n, *when in own]
+        records.append(record(rank, rows, kinds, host=str(rank)))
+    return records
+
+
+def test_another_schedule_of_a_pipeline():
+    """Two stages and four micro-batches of 3 ms: a bubble of 3 ms. Two stages on each rank halve it."""
+    ranks = pipeline()
+    graph = Graph.of(ranks)
+    assert graph.measured.step == pytest.approx(15 * MS)
+    found = {each.what: each for each in advise(graph, hosts(ranks))}
+    assert found["pipeline: two stages on each rank"].seconds == pytest.approx(13.5 * MS)
+    assert found["pipeline: zero bubble"].seconds == pytest.approx(13 * MS)
+
+
+def test_ranks_that_exchange_are_no_pipeline():
+    kinds = [
+        [CallKind(word, word, "world", group, 1 << 20) for word, group in each]
+        for each in ([("send", (0, 1)), ("recv", (1, 0))], [("send", (1, 0)), ("recv", (0, 1))])
+    ]
+    rows = [(STEP, 0, 0, 0, 0, 0), *[(k, n, *[n + 1 + 0.1 * k] * 3, n + 1.5) for n in range(4) for k in (0, 1)]]
+    ranks = [record(rank, [*rows, (STEP, 1, 9, 9, 9, 9)], kinds[rank], host=str(rank)) for rank in range(2)]
+    assert not any("pipeline" in each.what for each in advise(Graph.of(ranks), hosts(ranks)))
 
 
 def test_parameters_gathered_twice_may_be_kept():

@@ -36,7 +36,7 @@ from fompi import mpi
 from fompi.bench.measure import Bench, Call
 from fompi.engine.communicator import Communicator
 from fompi.model.replay import Graph
-from fompi.planner.advice import Advice, advise
+from fompi.planner.advice import advise
 from fompi.runtime.recorder import Recorder
 from fompi.torch import DiLoCo
 from fompi.traces.record import load
@@ -51,10 +51,10 @@ from strategy import (
     tensor_parallel_block,
     zero_1,
 )
-from training import Gpt, alone, data_parallel, descent, fully_sharded, pipelined
+from training import Gpt, TorchTask, alone, data_parallel, descent, fully_sharded, pipelined
 
-STEPS, MORE = 10, 3
-"""Steps of a record, and those before it that do not count."""
+STEPS, MORE, TURNS = 10, 3, 3
+"""Steps of a record, and those before it that do not count. An advice is followed in so many turns."""
 
 WITHIN, FOLLOWED, COST = 0.04, 0.10, 1.01
 """Asked: a replay and an advice are right within these shares, and a step with a record takes at most this."""
@@ -232,7 +232,10 @@ def cost(bench: Bench, group: Any, name: str) -> Row:
 
 @dataclass(frozen=True)
 class Layers:
-    """A program of two layers: products, a sum of their results over the ranks, products."""
+    """A program of three layers: a product, and a sum of its result over the ranks, which nobody needs before the next.
+
+    The sums are large, so that the bytes which a link of the lab lets through at once do not matter.
+    """
 
     comm: Communicator
     side: int
@@ -242,21 +245,21 @@ class Layers:
     late: bool = False
 
     def __call__(self) -> None:
-        x = w = np.ones((self.side, self.side), np.float32)
-        times = 8 if self.late and self.comm.rank == self.comm.size - 1 else 2
-        for _ in range(2):
-            for _ in range(times - 1):
-                h = x @ w
+        x, w = np.ones((2 * self.side, self.side), np.float32), np.ones((self.side, 2 * self.side), np.float32)
+        before: Any = None
+        for _ in range(3):
             if self.fused:
-                y = fompi.matmul_reduce_scatter(x, w, comm=self.comm, wire=self.wire)
-            else:
+                fompi.matmul_reduce_scatter(x, w, comm=self.comm, wire=self.wire)
+                continue
+            for _ in range(3 if self.late and self.comm.rank == self.comm.size - 1 else 1):
                 h = x @ w
-                begin: Any = fompi.reduce_scatter.start if self.started else fompi.reduce_scatter
-                y = begin(h, comm=self.comm, wire=self.wire)
-            for _ in range(2):
-                h = x @ w
-            if self.started:
-                y.wait()
+            if before is not None:
+                before.wait()
+            begin: Any = fompi.reduce_scatter.start if self.started else fompi.reduce_scatter
+            y = begin(h, comm=self.comm, wire=self.wire)
+            before = y if self.started else None
+        if before is not None:
+            before.wait()
         fompi.all_reduce(np.ones(4, np.float32), comm=self.comm)
 
 
@@ -274,9 +277,16 @@ def layers(place: Place, **how: Any) -> Call:
     return Layers(place.bench.comm, place.side, **how)
 
 
-def buckets(place: Place, times: int) -> Call:
-    """DDP with buckets of about a layer, or of several."""
-    return data_parallel(place.task, place.group, bucket_cap_mb=times * (0.005 if place.bench.quick else 0.3))
+def buckets(place: Place, width: int, depth: int, layers: int) -> Call:
+    """DDP of `depth` equal layers, with buckets of so many of them. Its first bucket has 1 MB at most."""
+    torch.manual_seed(0)
+    width = min(width, QUICK_SIDE) if place.bench.quick else width
+    parts, x = [torch.nn.Linear(width, width) for _ in range(depth)], torch.randn(256, width)
+    task = TorchTask(parts, (), x, torch.zeros_like(x), torch.nn.functional.mse_loss)
+    return data_parallel(task, place.group, bucket_cap_mb=layers * 4 * width * width / 2**20)
+
+
+many_small, few_large = partial(buckets, width=64, depth=48), partial(buckets, width=512, depth=8)
 
 
 FOLLOWED_ADVICE = {
@@ -285,7 +295,8 @@ FOLLOWED_ADVICE = {
     "overlap": Followed("sums started", layers, partial(layers, started=True)),
     "fused": Followed("product and sum in one call", layers, partial(layers, fused=True)),
     "late": Followed("rank {last} at the median speed", partial(layers, late=True), layers),
-    "buckets": Followed("buckets twice as large", partial(buckets, times=1), partial(buckets, times=2)),
+    "larger buckets": Followed("buckets twice as large", partial(many_small, layers=1), partial(many_small, layers=2)),
+    "smaller buckets": Followed("buckets half as large", partial(few_large, layers=8), partial(few_large, layers=4)),
 }
 
 OF_ONE_PROGRAM = ("link", "wire", "overlap", "fused")
@@ -310,39 +321,64 @@ def _set_rates(bench: Bench, rates: list[Any]) -> None:
     meet(bench.mpi)
 
 
-def follow(bench: Bench, group: Any, name: str) -> tuple[Graph, Advice | None, float]:
-    """The record before, the advice if it was given, and the step of the program that follows it."""
-    case, place = FOLLOWED_ADVICE[name], Place(bench, group)
-    before, hosts = recorded(bench, partial(case.before, place), STEPS)
-    told = {each.what: each for each in advise(before, hosts)}.get(case.advice.format(last=bench.comm.size - 1))
-    with links(bench, 2 if case.faster else 1):
-        after, _ = recorded(bench, partial(case.after, place), STEPS)
-    return before, told, after.measured.step
+@dataclass(frozen=True)
+class FollowedSteps:
+    """Steps before an advice, what it has predicted, if it was given, and steps after it: one of each in each turn."""
+
+    before: list[float]
+    told: list[float]
+    after: list[float]
+
+    @property
+    def right(self) -> float:
+        """Predicted over measured."""
+        return float(np.median(np.divide(self.told, self.after)))
+
+
+def follow(bench: Bench, group: Any, name: str) -> FollowedSteps:
+    """Record a program before and after an advice, in turns: other programs slow down one more than the other."""
+    case, place, found = FOLLOWED_ADVICE[name], Place(bench, group), FollowedSteps([], [], [])
+    what = case.advice.format(last=bench.comm.size - 1)
+    for _ in range(TURNS):
+        before, hosts = recorded(bench, partial(case.before, place), STEPS)
+        found.before.append(before.measured.step)
+        found.told.extend(each.seconds for each in advise(before, hosts) if each.what == what)
+        with links(bench, 2 if case.faster else 1):
+            after, _ = recorded(bench, partial(case.after, place), STEPS)
+        found.after.append(after.measured.step)
+    return found
 
 
 def advised(bench: Bench, group: Any, name: str) -> Row:
-    before, told, after = follow(bench, group, name)
-    samples = {"before": [before.measured.step], "after": [after]}
-    if told is None:
-        return bench.row_of(f"advice: {name}", samples, absent={"predicted": "the change was not advised"})
+    found = follow(bench, group, name)
+    samples = {"before": found.before, "after": found.after}
+    if len(found.told) < TURNS:
+        often = f"the change was advised in {len(found.told)} of {TURNS} turns"
+        return bench.row_of(f"advice: {name}", samples, absent={"predicted": often})
     figures = [
-        Figure("predicted / after", told.seconds / after, least=1 - FOLLOWED, most=1 + FOLLOWED),
-        Figure("before / after", before.measured.step / after),
+        Figure("predicted / after", found.right, least=1 - FOLLOWED, most=1 + FOLLOWED),
+        Figure("before / after", float(np.median(np.divide(found.before, found.after)))),
     ]
-    return replace(
-        bench.row_of(f"advice: {name}", samples, base="after"), figures=figures, predicted={"after": told.seconds}
-    )
+    row = bench.row_of(f"advice: {name}", samples, base="after")
+    return replace(row, figures=figures, predicted={"after": float(np.median(found.told))})
 
 
 def order(bench: Bench, group: Any) -> Row:
-    """Of two changes whose steps differ by more than the error that is allowed, the advice has the faster one first."""
+    """Of two changes whose steps differ by more than the error that is allowed, the advice has the faster one first.
+
+    The steps are shares of those before the change, which differ between the turns of two changes, too.
+    """
     found = {name: follow(bench, group, name) for name in OF_ONE_PROGRAM}
-    told = {name: (advice.seconds, after) for name, (_, advice, after) in found.items() if advice is not None}
-    pairs = [(a, b) for a, b in combinations(told.values(), 2) if abs(a[1] / b[1] - 1) > FOLLOWED]
-    right = [(a[0] < b[0]) == (a[1] < b[1]) for a, b in pairs]
-    row = bench.row_of("advice: order", {name: [after] for name, (_, after) in told.items()})
+    found = {name: each for name, each in found.items() if len(each.told) == TURNS}
+    told, took = (
+        {name: float(np.median(np.divide(getattr(each, what), each.before))) for name, each in found.items()}
+        for what in ("told", "after")
+    )
+    pairs = [(a, b) for a, b in combinations(found, 2) if abs(took[a] / took[b] - 1) > FOLLOWED]
+    right = [(told[a] < told[b]) == (took[a] < took[b]) for a, b in pairs]
+    row = bench.row_of("advice: order", {name: each.after for name, each in found.items()})
     share = Figure("pairs in the right order", sum(right) / len(right) if right else 1.0, least=1.0)
-    return replace(row, figures=[share], predicted={name: seconds for name, (seconds, _) in told.items()})
+    return replace(row, figures=[share], predicted={name: float(np.median(each.told)) for name, each in found.items()})
 
 
 def rows(bench: Bench) -> list[Row]:
