@@ -1,20 +1,106 @@
-"""The plug-in of vLLM: its groups on CPUs use the backend fompi.
+"""The plug-in of vLLM: its groups on CPUs use the backend fompi, and between hosts prompts run in halves.
 
     VLLM_PLUGINS=fompi vllm serve MODEL --tensor-parallel-size 2
 
 vLLM calls `register` in each of its processes, because it is an entry point `vllm.general_plugins`.
+
+vLLM can cut a batch in two by itself ("microbatches"), but does so on GPUs only, where several replicas share experts.
+Here its worker on CPUs does it to hide the sums of tensor parallelism: those of one half travel while the other one
+computes (`fompi.interleave`).
 """
 
 from __future__ import annotations
 
 import os
+from contextvars import ContextVar
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import torch
+
+LEAST_ROWS = 256
+"""A batch with fewer tokens runs whole: the products of a half would be too short to hide anything."""
 
 
 def register() -> None:
-    """Let vLLM make its groups of processes by fompi, if VLLM_PLUGINS names it and the platform is the CPU."""
+    """Let vLLM use fompi on the CPU, if VLLM_PLUGINS names it."""
     if "fompi" not in os.environ.get("VLLM_PLUGINS", "").split(","):
         return
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         type(current_platform).dist_backend = "fompi"
+        import_module("fompi.torch.private").after_import("vllm.v1.worker.cpu_model_runner", halve)
+
+
+class OfThisHalf:
+    """The forward context of the half that this thread computes. vLLM has one for all threads."""
+
+    context: ContextVar[Any] = ContextVar("the forward context of a half")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.context.get(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.context.get(), name, value)
+
+
+def halve(module: Any) -> None:
+    """Let the model runner of `module` compute batches with many tokens in two halves, where that is right."""
+    module.CPUModelRunner = in_halves(module.CPUModelRunner)
+
+
+NEEDS_NONE = ("speculative_config", "lora_config", "kv_transfer_config")
+NO_DECODER = ("is_multimodal_model", "is_encoder_decoder", "has_inner_state")
+"""What must be off in the configuration: there a half needs more than its tokens, and the keys before them."""
+
+
+def fits(config: Any, network: bool) -> bool:
+    """True if batches can be halved, and sums travel between hosts."""
+    alone = config.parallel_config.world_size == config.parallel_config.tensor_parallel_size
+    simple = not any(getattr(config, name, None) for name in NEEDS_NONE)
+    plain = not any(getattr(config.model_config, name) for name in NO_DECODER)
+    generates = config.model_config.runner_type == "generate"
+    return network and alone and config.parallel_config.data_parallel_size == 1 and simple and plain and generates
+
+
+def in_halves(base: type[Any]) -> type[Any]:
+    """The model runner `base` of vLLM, which computes batches with many tokens in two halves."""
+    contexts, group = import_module("vllm.forward_context"), import_module("vllm.distributed").get_tp_group
+    interleave = import_module("fompi").interleave
+
+    class InHalves(base):
+        def __init__(self, config: Any, *args: Any):
+            super().__init__(config, *args)
+            communicator = import_module("fompi.torch.groups").communicator
+            if fits(config, communicator(group().device_group).network):
+                self.parallel_config.ubatch_size = 2
+
+        def _determine_batch_execution_and_padding(self, num_tokens: int, *args: Any, **given: Any) -> Any:
+            mode, batch, _, *rest = super()._determine_batch_execution_and_padding(num_tokens, *args, **given)
+            may = self.parallel_config.use_ubatching and given.get("allow_microbatching", True)
+            has_requests = self.input_batch.num_reqs > 0  # else it warms up
+            return mode, batch, may and has_requests and num_tokens >= LEAST_ROWS, *rest
+
+        def _model_forward(self, **given: Any) -> Any:
+            whole = contexts.get_forward_context()
+            if whole.ubatch_slices is None:
+                return super()._model_forward(**given)
+
+            def half(number: int) -> Any:
+                rows, mine = whole.ubatch_slices[number].token_slice, {"ubatch_slices": None}
+                mine |= {name: getattr(whole, name)[number] for name in ("attn_metadata", "slot_mapping")}
+                if whole.is_padding is not None:
+                    mine["is_padding"] = whole.is_padding[rows]
+                token = OfThisHalf.context.set(replace(whole, **mine))
+                try:
+                    part = {name: None if each is None else each[rows] for name, each in given.items()}
+                    return super(InHalves, self)._model_forward(**part)
+                finally:
+                    OfThisHalf.context.reset(token)
+
+            with contexts.override_forward_context(OfThisHalf()):
+                return torch.cat(interleave(lambda: half(0), lambda: half(1)))
+
+    return InHalves
