@@ -46,35 +46,38 @@ class OfThisHalf:
         setattr(self.context.get(), name, value)
 
 
-def halve(module: Any) -> None:
-    """Let the model runner of `module` compute batches with many tokens in two halves, where that is right."""
-    module.CPUModelRunner = in_halves(module.CPUModelRunner)
+METHODS = ("_determine_batch_execution_and_padding", "_model_forward", "_allow_microbatching")
+"""Those of a model runner on which `in_halves` builds."""
 
-
-NEEDS_NONE = ("speculative_config", "lora_config", "kv_transfer_config")
-NO_DECODER = ("is_multimodal_model", "is_encoder_decoder", "has_inner_state")
+OFF = ("speculative_config", "lora_config", "kv_transfer_config")
+OFF_IN_MODEL = ("is_multimodal_model", "is_encoder_decoder", "has_inner_state")
 """What must be off in the configuration: there a half needs more than its tokens, and the keys before them."""
 
 
-def fits(config: Any, network: bool) -> bool:
-    """True if batches can be halved, and sums travel between hosts."""
-    alone = config.parallel_config.world_size == config.parallel_config.tensor_parallel_size
-    simple = not any(getattr(config, name, None) for name in NEEDS_NONE)
-    plain = not any(getattr(config.model_config, name) for name in NO_DECODER)
-    generates = config.model_config.runner_type == "generate"
-    return network and alone and config.parallel_config.data_parallel_size == 1 and simple and plain and generates
+def halve(module: Any) -> None:
+    """Let the model runner of `module` compute batches with many tokens in two halves, if this vLLM can cut them."""
+    if all(hasattr(module.CPUModelRunner, name) for name in METHODS):
+        module.CPUModelRunner = in_halves(module.CPUModelRunner)
+
+
+def is_for_halves(config: Any) -> bool:
+    """True if a rank of this configuration of vLLM computes all layers of a decoder, for one group of ranks."""
+    ranks, model = config.parallel_config, config.model_config
+    is_alone = ranks.world_size == ranks.tensor_parallel_size and ranks.data_parallel_size == 1
+    is_plain = not any(getattr(config, name, None) for name in OFF)
+    is_decoder = model.runner_type == "generate" and not any(getattr(model, name) for name in OFF_IN_MODEL)
+    return is_alone and is_plain and is_decoder
 
 
 def in_halves(base: type[Any]) -> type[Any]:
     """The model runner `base` of vLLM, which computes batches with many tokens in two halves."""
     contexts, group = import_module("vllm.forward_context"), import_module("vllm.distributed").get_tp_group
-    interleave = import_module("fompi").interleave
+    interleave, communicator = import_module("fompi").interleave, import_module("fompi.torch.groups").communicator
 
     class InHalves(base):
         def __init__(self, config: Any, *args: Any):
             super().__init__(config, *args)
-            communicator = import_module("fompi.torch.groups").communicator
-            if fits(config, communicator(group().device_group).network):
+            if is_for_halves(config) and communicator(group().device_group).network:
                 self.parallel_config.ubatch_size = 2
 
         def _determine_batch_execution_and_padding(self, num_tokens: int, *args: Any, **given: Any) -> Any:
