@@ -491,7 +491,7 @@ def install(shares: Any = None) -> ExitStack:
     before = {theirs: theirs._apply for theirs in _OWN}
     before_shares, _SHARES["all"] = _SHARES["all"], shares
     _set({theirs: own._apply for theirs, own in _OWN.items()})
-    swap.watch_transformers()
+    swap.watch_transformers(is_installed)
     operators.RAN.clear()
     _LEFT.clear()
     until = ExitStack()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -29,16 +30,19 @@ def is_wanted() -> bool:
 
 
 @cache
-def watch_transformers() -> None:
-    """Nothing imports transformers here: it takes seconds."""
+def watch_transformers(is_on: Callable[[], bool]) -> None:
+    """While `is_on()`, models that transformers spreads compute prompts in halves (`fompi.torch.transformers`).
+
+    Nothing imports transformers here: it takes seconds.
+    """
     name = "transformers.distributed.tensor_parallel"
-    private.after_import(name, lambda module: import_module("fompi.torch.transformers").halve(module))
+    private.after_import(name, lambda module: import_module("fompi.torch.transformers").halve(module, is_on))
 
 
 def swap() -> None:
     """Let `init_process_group` and `new_group` of this process and of its children make groups of fompi."""
     environment.preset("FOMPI_TORCH", "1")
-    watch_transformers()
+    watch_transformers(is_wanted)
     initialise, make = dist.init_process_group, dist.new_group
     if getattr(initialise, "__module__", "") == __name__:
         return

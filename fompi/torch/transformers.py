@@ -13,6 +13,7 @@ few tokens, training. So does what is no plain decoder: sliding windows, masks a
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from inspect import signature
 from typing import Any
@@ -22,9 +23,7 @@ import torch
 from fompi.base.errors import StateError
 from fompi.parallel.interleave import give_way, interleave
 from fompi.torch.groups import communicator
-from fompi.torch.parallel import is_installed
 from fompi.torch.process_group import on_device
-from fompi.torch.swap import is_wanted
 
 SPREAD = "apply_tensor_parallelism"
 """The function of transformers that spreads a model over the ranks of a mesh."""
@@ -39,8 +38,8 @@ OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits", 
 """With one of these in its configuration a decoder returns more than the hidden states behind its last layer."""
 
 
-def halve(styles: Any) -> None:
-    """Let models that the module `styles` spreads, from now on or in `install()`, compute prompts in halves."""
+def halve(styles: Any, is_on: Callable[[], bool]) -> None:
+    """Let models that the module `styles` spreads while `is_on()` compute prompts in halves."""
     original = getattr(styles, SPREAD, None)
     if original is None:
         return
@@ -48,8 +47,8 @@ def halve(styles: Any) -> None:
     def spread(model: Any, mesh: Any, *plan: Any, **options: Any) -> Any:
         model = original(model, mesh, *plan, **options)
         base, group = model.base_model, mesh.get_group()
-        if (is_wanted() or is_installed()) and on_device(group, "cpu") is not None:
-            base.forward = InHalves(base, communicator(group).network)
+        if is_on() and on_device(group, "cpu") is not None and not isinstance(base.forward, PromptInHalves):
+            base.forward = PromptInHalves(base, communicator(group).network)
         return model
 
     for module in [m for name, m in sys.modules.items() if name.startswith("transformers.distributed")]:
@@ -57,7 +56,7 @@ def halve(styles: Any) -> None:
             setattr(module, SPREAD, spread)
 
 
-class InHalves:
+class PromptInHalves:
     """The forward of `decoder`, which computes a prompt in two halves if there is a wire between its ranks."""
 
     def __init__(self, decoder: Any, has_wire: bool):

@@ -74,7 +74,7 @@ def in_halves(base: type[Any]) -> type[Any]:
     contexts, group = import_module("vllm.forward_context"), import_module("vllm.distributed").get_tp_group
     interleave, communicator = import_module("fompi").interleave, import_module("fompi.torch.groups").communicator
 
-    class InHalves(base):
+    class HalvingRunner(base):
         def __init__(self, config: Any, *args: Any):
             super().__init__(config, *args)
             if is_for_halves(config) and communicator(group().device_group).network:
@@ -99,11 +99,11 @@ def in_halves(base: type[Any]) -> type[Any]:
                 token = OfThisHalf.context.set(replace(whole, **mine))
                 try:
                     part = {name: None if each is None else each[rows] for name, each in given.items()}
-                    return super(InHalves, self)._model_forward(**part)
+                    return super(HalvingRunner, self)._model_forward(**part)
                 finally:
                     OfThisHalf.context.reset(token)
 
             with contexts.override_forward_context(OfThisHalf()):
                 return torch.cat(interleave(lambda: half(0), lambda: half(1)))
 
-    return InHalves
+    return HalvingRunner

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import fompi.torch
-from fompi.torch import transformers
+from fompi.torch import parallel, transformers
 
 pytestmark = pytest.mark.ranks(mpich=[2, 3], openmpi=[2])
 
@@ -70,9 +70,9 @@ def decoder(group, monkeypatch):
     styles.apply_tensor_parallelism = lambda model, mesh, plan: model
     monkeypatch.setitem(sys.modules, STYLES, styles)
     monkeypatch.setitem(sys.modules, CACHES, caches)
-    transformers.halve(styles)
+    transformers.halve(styles, parallel.is_installed)
     mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu")
-    assert not isinstance(styles.apply_tensor_parallelism(Decoder(), mesh, {}).forward, transformers.InHalves)
+    assert not isinstance(styles.apply_tensor_parallelism(Decoder(), mesh, {}).forward, transformers.PromptInHalves)
     with fompi.torch.install():
         decoder = styles.apply_tensor_parallelism(Decoder(), mesh, {})
     decoder.forward.has_wire = True
@@ -125,7 +125,7 @@ def test_an_error_of_a_half_is_that_of_the_prompt(decoder):
 
 def test_a_module_without_such_a_function_is_left(group):
     other = types.ModuleType(STYLES)
-    transformers.halve(other)
+    transformers.halve(other, parallel.is_installed)
     assert not vars(other).get("apply_tensor_parallelism")
 
 
