@@ -31,10 +31,7 @@ def is_wanted() -> bool:
 
 @cache
 def watch_transformers(is_on: Callable[[], bool]) -> None:
-    """While `is_on()`, models that transformers spreads compute prompts in halves (`fompi.torch.transformers`).
-
-    Nothing imports transformers here: it takes seconds.
-    """
+    """While `is_on()`, models of transformers compute prompts in halves. Its import takes seconds: not here."""
     name = "transformers.distributed.tensor_parallel"
     private.after_import(name, lambda module: import_module("fompi.torch.transformers").halve(module, is_on))
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from fompi.base.errors import StateError
 from fompi.parallel.interleave import give_way, interleave
 from fompi.torch.groups import communicator
 from fompi.torch.process_group import on_device
@@ -34,7 +33,7 @@ LEAST_ROWS = 256
 OF_TOKENS = ("input_ids", "inputs_embeds", "position_ids")
 """The arguments of a decoder with a row for each token of each sequence."""
 
-OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits", "is_encoder_decoder")
+OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 """With one of these in its configuration a decoder returns more than the hidden states behind its last layer."""
 
 
@@ -77,23 +76,16 @@ class PromptInHalves:
             return self.theirs(**part, **{self.cache: cache}, use_cache=True)
 
         def second() -> Any:
-            for _ in range(2):  # the first half may wait for its embedding, before it has keys
-                if cache.get_seq_length() == before:
-                    give_way()
-            if cache.get_seq_length() != before + middle:
-                raise StateError("half of a prompt has left no keys in the cache: go without fompi.torch.install()")
+            if cache.get_seq_length() == before:  # the first half waits for its embedding, and has no keys yet
+                give_way()
             return of_tokens(middle, end)
 
-        halves = interleave(lambda: of_tokens(0, middle), second)
-        y = halves[1]
-        y.last_hidden_state = torch.cat([half.last_hidden_state for half in halves], 1)
-        wants = given.get("use_cache")
-        if given.get(self.cache) is None and not (getattr(self.config, "use_cache", True) if wants is None else wants):
-            setattr(y, self.cache, None)
-        return y
+        one, two = interleave(lambda: of_tokens(0, middle), second)
+        two.last_hidden_state = torch.cat([one.last_hidden_state, two.last_hidden_state], 1)
+        return two
 
     def cache_of(self, given: dict[str, Any]) -> Any:
-        """The cache of a prompt to be halved, a new one if the program gives none. None: it runs whole."""
+        """The cache of a prompt to be halved. None: it runs whole."""
         known = (*OF_TOKENS, "attention_mask", "use_cache", self.cache)
         others = [name for name, value in given.items() if name not in known and value is not None]
         x = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
@@ -102,10 +94,9 @@ class PromptInHalves:
         two = [each for name in ("attention_mask", "position_ids") if (each := given.get(name)) is not None]
         if not all(isinstance(each, torch.Tensor) and each.dim() == 2 for each in two):
             return None
-        has_more = any(getattr(self.config, name, False) for name in OUTPUTS)
-        if has_more or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if torch.is_grad_enabled() or any(getattr(self.config, name, False) for name in OUTPUTS):
             return None
-        kinds, cache = import_module("transformers.cache_utils"), given.get(self.cache)
-        cache = kinds.DynamicCache(config=self.config) if cache is None else cache
-        is_plain = type(cache) is kinds.DynamicCache and {*map(type, cache.layers)} <= {kinds.DynamicLayer}
-        return cache if is_plain else None
+        kinds: Any = import_module("transformers.cache_utils")
+        cache: Any = given.get(self.cache)
+        is_plain = type(cache) is kinds.DynamicCache
+        return cache if is_plain and {*map(type, cache.layers)} <= {kinds.DynamicLayer} else None

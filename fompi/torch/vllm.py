@@ -2,18 +2,15 @@
 
     VLLM_PLUGINS=fompi vllm serve MODEL --tensor-parallel-size 2
 
-vLLM calls `register` in each of its processes, because it is an entry point `vllm.general_plugins`.
-
-vLLM can cut a batch in two by itself ("microbatches"), but does so on GPUs only, where several replicas share experts.
-Here its worker on CPUs does it to hide the sums of tensor parallelism: those of one half travel while the other one
-computes (`fompi.interleave`).
+vLLM calls `register` in each of its processes, because it is an entry point `vllm.general_plugins`. It can cut a batch
+in two ("microbatches"), but does so on GPUs only. Here its workers on CPUs do: what one half sums travels while the
+other one computes (`fompi.interleave`).
 """
 
 from __future__ import annotations
 
 import os
-from contextvars import ContextVar
-from dataclasses import replace
+import threading
 from importlib import import_module
 from typing import Any
 
@@ -34,29 +31,14 @@ def register() -> None:
         import_module("fompi.torch.private").after_import("vllm.v1.worker.cpu_model_runner", halve)
 
 
-class OfThisHalf:
-    """The forward context of the half that this thread computes. vLLM has one for all threads."""
-
-    context: ContextVar[Any] = ContextVar("the forward context of a half")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.context.get(), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.context.get(), name, value)
-
-
-METHODS = ("_determine_batch_execution_and_padding", "_model_forward", "_allow_microbatching")
-"""Those of a model runner on which `in_halves` builds."""
-
-OFF = ("speculative_config", "lora_config", "kv_transfer_config")
-OFF_IN_MODEL = ("is_multimodal_model", "is_encoder_decoder", "has_inner_state")
+OFF = ("speculative_config", "lora_config", "kv_transfer_config", "is_multimodal_model", "has_inner_state")
 """What must be off in the configuration: there a half needs more than its tokens, and the keys before them."""
 
 
 def halve(module: Any) -> None:
     """Let the model runner of `module` compute batches with many tokens in two halves, if this vLLM can cut them."""
-    if all(hasattr(module.CPUModelRunner, name) for name in METHODS):
+    needs = ("_determine_batch_execution_and_padding", "_model_forward", "_allow_microbatching")
+    if all(hasattr(module.CPUModelRunner, name) for name in needs):
         module.CPUModelRunner = in_halves(module.CPUModelRunner)
 
 
@@ -64,9 +46,8 @@ def is_for_halves(config: Any) -> bool:
     """True if a rank of this configuration of vLLM computes all layers of a decoder, for one group of ranks."""
     ranks, model = config.parallel_config, config.model_config
     is_alone = ranks.world_size == ranks.tensor_parallel_size and ranks.data_parallel_size == 1
-    is_plain = not any(getattr(config, name, None) for name in OFF)
-    is_decoder = model.runner_type == "generate" and not any(getattr(model, name) for name in OFF_IN_MODEL)
-    return is_alone and is_plain and is_decoder
+    is_off = not any(getattr(each, name, None) for each in (config, model) for name in OFF)
+    return is_alone and is_off and model.runner_type == "generate" and not model.is_encoder_decoder
 
 
 def in_halves(base: type[Any]) -> type[Any]:
@@ -90,20 +71,16 @@ def in_halves(base: type[Any]) -> type[Any]:
             whole = contexts.get_forward_context()
             if whole.ubatch_slices is None:
                 return super()._model_forward(**given)
+            mine = threading.local()  # vLLM has one context for all threads: here it has other values in each
 
             def half(number: int) -> Any:
-                rows, mine = whole.ubatch_slices[number].token_slice, {"ubatch_slices": None}
-                mine |= {name: getattr(whole, name)[number] for name in ("attn_metadata", "slot_mapping")}
-                if whole.is_padding is not None:
-                    mine["is_padding"] = whole.is_padding[rows]
-                token = OfThisHalf.context.set(replace(whole, **mine))
-                try:
-                    part = {name: None if each is None else each[rows] for name, each in given.items()}
-                    return super(HalvingRunner, self)._model_forward(**part)
-                finally:
-                    OfThisHalf.context.reset(token)
+                rows, parts = whole.ubatch_slices[number].token_slice, ("attn_metadata", "slot_mapping")
+                vars(mine).update(vars(whole) | {name: getattr(whole, name)[number] for name in parts})
+                mine.ubatch_slices, mine.is_padding = None, None if whole.is_padding is None else whole.is_padding[rows]
+                of_rows = {name: None if each is None else each[rows] for name, each in given.items()}
+                return super(HalvingRunner, self)._model_forward(**of_rows)
 
-            with contexts.override_forward_context(OfThisHalf()):
+            with contexts.override_forward_context(mine):
                 return torch.cat(interleave(lambda: half(0), lambda: half(1)))
 
     return HalvingRunner

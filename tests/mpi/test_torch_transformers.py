@@ -89,7 +89,8 @@ def test_a_prompt_in_halves(decoder, masked):
     whole, ids = Decoder(), tokens(2, 301)
     more = {"attention_mask": (ids != 3).long()} if masked else {"position_ids": torch.arange(301)[None]}
     with torch.inference_mode():
-        y, wanted = decoder.forward(input_ids=ids, **more), whole.forward(input_ids=ids, **more)
+        y = decoder.forward(input_ids=ids, past_key_values=DynamicCache(Decoder.config), **more)
+        wanted = whole.forward(input_ids=ids, **more)
         torch.testing.assert_close(y.last_hidden_state, wanted.last_hidden_state)
         assert decoder.lengths == [150, 151]
         for part, all_of_it in zip(y.past_key_values.layers, wanted.past_key_values.layers, strict=True):
@@ -99,12 +100,13 @@ def test_a_prompt_in_halves(decoder, masked):
             wanted = whole.forward(input_ids=ids, past_key_values=wanted.past_key_values)
             torch.testing.assert_close(y.last_hidden_state, wanted.last_hidden_state)
         assert decoder.lengths[2:] == [1, 100, 100]
-        assert decoder.forward(input_ids=tokens(), use_cache=False).past_key_values is None
 
 
-@pytest.mark.parametrize("why", ["few rows", "one host", "another argument", "another cache", "training"])
+@pytest.mark.parametrize("why", ["few rows", "one host", "another argument", "another cache", "no cache", "training"])
 def test_what_runs_whole(decoder, why):
     decoder.forward.has_wire, given = why != "one host", {"input_ids": tokens(1, 255 if why == "few rows" else 300)}
+    if why != "no cache":
+        given["past_key_values"] = DynamicCache(Decoder.config)
     if why == "another argument":
         given["extra"] = True
     if why == "another cache":
@@ -118,9 +120,9 @@ def test_an_error_of_a_half_is_that_of_the_prompt(decoder):
     decoder.fails = True
     with torch.inference_mode():
         with pytest.raises(OSError, match="of the second half"):
-            decoder.forward(input_ids=tokens())
+            decoder.forward(input_ids=tokens(), past_key_values=DynamicCache(Decoder.config))
         decoder.fails = False
-        decoder.forward(input_ids=tokens())
+        decoder.forward(input_ids=tokens(), past_key_values=DynamicCache(Decoder.config))
 
 
 def test_a_module_without_such_a_function_is_left(group):

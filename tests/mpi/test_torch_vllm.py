@@ -2,7 +2,7 @@
 
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -92,8 +92,8 @@ class Ranks(SimpleNamespace):
 
 def configuration(tensor_parallel_size=2, **more):
     ranks = Ranks(world_size=2, tensor_parallel_size=tensor_parallel_size, data_parallel_size=1, ubatch_size=0)
-    model = SimpleNamespace(runner_type="generate", **dict.fromkeys(vllm.OFF_IN_MODEL, False))
-    return SimpleNamespace(parallel_config=ranks, model_config=model, **{**dict.fromkeys(vllm.OFF), **more})
+    model = SimpleNamespace(runner_type="generate", **dict.fromkeys((*vllm.OFF[3:], "is_encoder_decoder"), False))
+    return SimpleNamespace(parallel_config=ranks, model_config=model, **{**dict.fromkeys(vllm.OFF[:3]), **more})
 
 
 def test_a_prompt_in_halves(made):
@@ -115,11 +115,3 @@ def test_what_runs_whole(made):
     old = SimpleNamespace(CPUModelRunner=SimpleNamespace)
     vllm.halve(old)
     assert old.CPUModelRunner is SimpleNamespace
-
-
-def test_each_half_has_its_context(made):
-    one = vllm.OfThisHalf()
-    token = vllm.OfThisHalf.context.set(replace(Context("metadata", "slots"), is_padding=1))
-    one.is_padding += 1
-    assert (one.attn_metadata, vllm.OfThisHalf.context.get().is_padding) == ("metadata", 2)
-    vllm.OfThisHalf.context.reset(token)
