@@ -63,7 +63,7 @@ class PromptInHalves:
         self.cache = "cache" if "cache" in signature(self.theirs).parameters else "past_key_values"  # before 5.24
 
     def __call__(self, *args: Any, **given: Any) -> Any:
-        cache = None if args or not self.has_wire else self.cache_of(given)
+        cache = None if args or not self.has_wire or torch.compiler.is_compiling() else self.cache_of(given)
         if cache is None:
             return self.theirs(*args, **given)
         rows = {name: given[name] for name in OF_TOKENS if given.get(name) is not None}
