@@ -223,8 +223,8 @@ def interleave(*functions: Callable[[], Any]) -> list[Any]:
         y1, y2 = fompi.interleave(lambda: block(x1), lambda: block(x2))            # two halves of a batch
         y, _ = fompi.interleave(lambda: model(x), lambda: loss.backward())         # a forward under a backward
 
-    The functions run one at a time: each until a strategy of `fompi.parallel`, or a module of
-    `fompi.torch.nn`, waits for messages. A call of an operation waits on its own: start it instead, then call
+    The functions run one at a time: each until a strategy of `fompi.parallel`, a module of `fompi.torch.nn` or a call
+    of torch's backend "fompi" waits for messages. A call of an operation waits on its own: start it instead, then call
     `fompi.parallel.interleave.give_way()`, then wait.
     Function 0 runs in this thread, the others in threads of their own, with the modes of this one: of torch, JAX, NumPy
     and `contextvars`. StateError names a mode that cannot be in two threads (torch.func, the transformations of JAX,

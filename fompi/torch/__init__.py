@@ -13,8 +13,8 @@
 - `parallel`: `fompi.torch.install`, fused operations for the tensor parallelism of torch.
 - `fully_sharded`: `fompi.torch.overlap`, FSDP2 whose communication runs behind the backward.
 - `products`: products on host memory by torch's kernels.
-- `transformers`: the tensor-parallel layers of Hugging Face's transformers, fused.
-- `vllm`: the plug-in of vLLM.
+- `transformers`: prompts in halves, in models that Hugging Face's transformers spreads.
+- `vllm`: the plug-in of vLLM, with prompts in halves.
 - `comm_hook`: `fompi.torch.wire`, smaller gradients for torch's DistributedDataParallel.
 - `memory`: the elements of tensors in one row.
 - `groups`: the Communicator of a ProcessGroup or DeviceMesh.

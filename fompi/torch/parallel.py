@@ -24,8 +24,6 @@ from __future__ import annotations
 import copy
 from collections import Counter, defaultdict
 from contextlib import ExitStack
-from functools import cache
-from importlib import import_module
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -40,7 +38,7 @@ from fompi.base.errors import LayoutError
 from fompi.engine.handshake import agree
 from fompi.parallel.shares import features
 from fompi.plans.meaning import MEANING
-from fompi.torch import operators, private
+from fompi.torch import operators, private, swap
 from fompi.torch.groups import communicator
 from fompi.torch.nn import sum_gradients
 from fompi.torch.process_group import on_device
@@ -484,7 +482,7 @@ _ORIGINAL = {theirs: theirs._apply for theirs in _OWN}
 def install(shares: Any = None) -> ExitStack:
     """From now on torch's ColwiseParallel, RowwiseParallel and PrepareModuleInput do as the classes of this file.
 
-    The row-wise layers of Hugging Face's transformers run fused, too (`fompi.torch.transformers`). `shares`: those of
+    Models of Hugging Face's transformers compute prompts in halves (`fompi.torch.transformers`). `shares`: those of
     unequal ranks, what `fompi.balance` returns or {"heads": [...], "columns": [...]}, for modules that are parallelized
     from then on. `nn.full_state_dict` has the whole parameters of such modules.
     Modules that are parallelized already stay as they are. In a `with` statement it holds until the end of the block:
@@ -493,7 +491,7 @@ def install(shares: Any = None) -> ExitStack:
     before = {theirs: theirs._apply for theirs in _OWN}
     before_shares, _SHARES["all"] = _SHARES["all"], shares
     _set({theirs: own._apply for theirs, own in _OWN.items()})
-    _watch_transformers()
+    swap.watch_transformers(is_installed)
     operators.RAN.clear()
     _LEFT.clear()
     until = ExitStack()
@@ -519,13 +517,6 @@ def by_tp_plan(model: Any, mesh: Any, shares: Any) -> Any:
 
 def is_installed() -> bool:
     return styles.RowwiseParallel._apply is RowwiseParallel._apply
-
-
-@cache
-def _watch_transformers() -> None:
-    """Nothing imports transformers here: it takes seconds."""
-    name = "transformers.distributed.tensor_parallel"
-    private.after_import(name, lambda module: import_module("fompi.torch.transformers").fuse(module, is_installed))
 
 
 def uninstall() -> None:

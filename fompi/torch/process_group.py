@@ -37,6 +37,7 @@ from fompi.ops import messages, operations
 from fompi.ops.arguments import SUMS
 from fompi.ops.keys import Shortcuts, known_call, place_of
 from fompi.ops.message_forms import PlainMemory, said_of
+from fompi.parallel.interleave import is_interleaved
 from fompi.tensors import dlpack
 from fompi.torch import private, streams
 from fompi.torch.memory import copy_parts, flat, is_place_for, joined, place_for, rows
@@ -212,7 +213,7 @@ class Collectives:
         tensors that it writes, if they are not `out`.
         """
         self._shortcuts.forget()
-        if self._parts is not None:
+        if self._parts is not None or is_interleaved():  # there a call lets others run, in the wait of its Work
             return None
         there = place = place_of(x)
         if out is not x:
@@ -267,7 +268,7 @@ class Collectives:
         """
         work = Work(what, self.comm, pendings, finish, value, streams.order_of(value, given))
         work.limit = timeout or _limit_of(opts)
-        if getattr(opts, "asyncOp", True):
+        if getattr(opts, "asyncOp", True) or is_interleaved():
             for pending in pendings:
                 pending.leave()
             work.watch()

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch.distributed as dist
 
 from fompi.mpi import environment, launcher
+from fompi.torch import private
 
 IGNORED = ("backend", "pg_options", "device_id")
 """What a program says about its backend."""
@@ -25,9 +29,17 @@ def is_wanted() -> bool:
     return environment.value("FOMPI_TORCH") == "1"
 
 
+@cache
+def watch_transformers(is_on: Callable[[], bool]) -> None:
+    """While `is_on()`, models of transformers compute prompts in halves. Its import takes seconds: not here."""
+    name = "transformers.distributed.tensor_parallel"
+    private.after_import(name, lambda module: import_module("fompi.torch.transformers").halve(module, is_on))
+
+
 def swap() -> None:
     """Let `init_process_group` and `new_group` of this process and of its children make groups of fompi."""
     environment.preset("FOMPI_TORCH", "1")
+    watch_transformers(is_wanted)
     initialise, make = dist.init_process_group, dist.new_group
     if getattr(initialise, "__module__", "") == __name__:
         return

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from fompi.base.errors import MismatchError, PeerError, StateError, WaitTimeout
 from fompi.engine.communicator import Communicator
 from fompi.ops import messages
+from fompi.parallel.interleave import give_way
 from fompi.torch import private, streams
 
 
@@ -145,6 +146,7 @@ class Work(private.WORK):
     # -- as torch calls it
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Drive fompi until the call is finished. Raises its error, and DistBackendError after `timeout` or `limit`."""
+        give_way()
         timeout = timeout or self.limit
         seconds = timeout.total_seconds() if timeout else 0.0
         limit = perf_counter() + seconds if seconds > 0 else None

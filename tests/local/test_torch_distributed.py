@@ -139,6 +139,7 @@ def test_the_plug_in_of_vllm(monkeypatch, plugins, is_cpu, backend):
         def is_cpu(self):
             return is_cpu
 
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=Platform()))
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)

@@ -330,6 +330,29 @@ def test_works_are_waited_for_in_any_order(rank, size):
     assert [t[0].item() for t in tensors] == [sum(r + i for r in range(size)) for i in range(6)]
 
 
+def test_what_alternates_gives_way_in_every_call(rank, size):
+    """Also if the call was made before and is done at once. The first function is always one call ahead."""
+    said = []
+
+    def calls(name, count):
+        found = []
+        for number in range(count):
+            said.append(f"{name}{number}")
+            t = torch.full((3,), float(rank + number))
+            dist.all_reduce(t)
+            found.append(t[0].item())
+        work = dist.all_reduce(t, async_op=True)
+        said.append(f"{name} waits")
+        work.wait()
+        return [*found, t[0].item()]
+
+    one = [float(sum(range(size)) + size * number) for number in range(3)]
+    for _ in range(3):
+        said.clear()
+        assert fompi.interleave(lambda: calls("a", 3), lambda: calls("b", 3)) == [[*one, size * one[-1]]] * 2
+        assert said == ["a0", "b0", "a1", "b1", "a2", "b2", "a waits", "b waits"]
+
+
 def test_a_callback_may_wait_for_another_call(rank, size):
     """It runs in the thread that drives fompi: its own wait must drive fompi too."""
     x = torch.full((3,), float(rank + 1))

@@ -1,99 +1,134 @@
-"""Row-wise layers as Hugging Face's transformers makes them, with and without `fompi.torch.install()`."""
+"""Decoders as Hugging Face's transformers spreads them: prompts in halves, and `by_tp_plan`."""
 
 import copy
 import sys
 import types
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fompi.torch
 from fompi.torch import parallel, transformers
 
-pytestmark = pytest.mark.ranks(mpich=[2, 3], openmpi=[])
+pytestmark = pytest.mark.ranks(mpich=[2, 3], openmpi=[2])
 
-NAME = "transformers.distributed.tensor_parallel"
+STYLES, CACHES = "transformers.distributed.tensor_parallel", "transformers.cache_utils"
 
 
-class RowwiseParallel:
-    """The style of transformers 5.24, as far as its inference goes."""
+class DynamicLayer(list):
+    """The keys of one layer: a tensor for each call."""
 
-    input_layouts, output_layouts, use_local_output = Shard(-1), Replicate(), True
 
-    def install_forward(self, module, mesh):
-        def forward(x):
-            y = x @ module.weight.to_local().t()
-            dist.all_reduce(y, group=mesh.get_group())
-            return y if module.bias is None else y + module.bias
+class DynamicCache:
+    """The cache of transformers, as far as a decoder needs it."""
 
-        module.forward = forward
-        return module
+    def __init__(self, config=None):
+        self.layers = [DynamicLayer() for _ in range(config.layers)]
+
+    def get_seq_length(self):
+        return sum(k.shape[1] for k in self.layers[0])
+
+
+class Decoder:
+    """Layers with one sum over the ranks each, in which a token sees those before it. An embedding with a sum, too."""
+
+    base_model = property(lambda self: self)
+    config = types.SimpleNamespace(layers=3)
+
+    def __init__(self):
+        self.lengths, self.fails = [], False
+
+    def forward(
+        self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=True, extra=None
+    ):
+        self.lengths.append(input_ids.shape[1])
+        x = input_ids[..., None].repeat(1, 1, 2).double() / dist.get_world_size()
+        dist.all_reduce(x)
+        cache = DynamicCache(config=self.config) if past_key_values is None else past_key_values
+        before = cache.get_seq_length()
+        for layer in cache.layers:
+            layer.append(x)
+            seen = torch.cat([*layer], 1)
+            weights = torch.ones(x.shape[1], seen.shape[1], dtype=x.dtype).tril(before)
+            if attention_mask is not None:
+                assert attention_mask.shape[1] == seen.shape[1]
+                weights = weights * attention_mask[:, None]
+            y = (weights @ seen).sin() * (dist.get_rank() + 1)
+            if self.fails and before and layer is cache.layers[1]:
+                raise OSError("of the second half")
+            dist.all_reduce(y)
+            x = x + y
+        return types.SimpleNamespace(last_hidden_state=x, past_key_values=cache if use_cache else None)
 
 
 @pytest.fixture
-def made(group, monkeypatch):
-    """A function: (bias, dtype) -> a row-wise layer, the whole Linear that it is a part of, and its rows of x."""
-    styles = types.ModuleType(NAME)
-    styles.RowwiseParallel = type("RowwiseParallel", (RowwiseParallel,), {})
-    monkeypatch.setitem(sys.modules, NAME, styles)
-    transformers.fuse(styles, parallel.is_installed)
+def decoder(group, monkeypatch):
+    """A decoder that transformers has spread between hosts, in `install()`."""
+    styles, caches = types.ModuleType(STYLES), types.ModuleType(CACHES)
+    caches.DynamicCache, caches.DynamicLayer = DynamicCache, DynamicLayer
+    styles.apply_tensor_parallelism = lambda model, mesh, plan: model
+    monkeypatch.setitem(sys.modules, STYLES, styles)
+    monkeypatch.setitem(sys.modules, CACHES, caches)
+    transformers.halve(styles, parallel.is_installed)
     mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu")
-
-    def layer(bias, dtype=torch.float32, wide=True):
-        torch.manual_seed(3)
-        whole = torch.nn.Linear(12 * mesh.size(), 10, bias=bias, dtype=dtype)
-        part = torch.nn.Linear(1, 1, bias=bias, dtype=dtype)
-        part.weight = torch.nn.Parameter(
-            distribute_tensor(whole.weight.detach(), mesh, [Shard(-1)], src_data_rank=None)
-        )
-        part.bias = whole.bias
-        styles.RowwiseParallel().install_forward(part, mesh)
-        if isinstance(part.forward, transformers.Rowwise):
-            part.forward.has_wire = wide
-        return part, whole
-
-    return layer
+    assert not isinstance(styles.apply_tensor_parallelism(Decoder(), mesh, {}).forward, transformers.PromptInHalves)
+    with fompi.torch.install():
+        decoder = styles.apply_tensor_parallelism(Decoder(), mesh, {})
+    decoder.forward.has_wire = True
+    return decoder
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(1, 300), (2, 150), (300,)])
-def test_many_rows_are_fused(made, bias, shape):
-    with fompi.torch.install(), torch.inference_mode():
-        part, whole = made(bias)
-        x = torch.randn(*shape, whole.in_features, generator=torch.Generator().manual_seed(1))
-        rank, size = dist.get_rank(), dist.get_world_size()
-        columns = x.chunk(size, -1)[rank].contiguous()
-        before = fompi.torch.fused_calls().ran.get("matmul_all_reduce", 0)
-        torch.testing.assert_close(part(columns), whole(x))
-        assert fompi.torch.fused_calls().ran["matmul_all_reduce"] == before + 1
+def tokens(sequences=1, count=300):
+    return torch.arange(sequences * count).view(sequences, count) % 17
 
 
-@pytest.mark.parametrize("why", ["few rows", "one host", "half", "training", "not installed"])
-def test_what_gains_nothing_is_left_to_transformers(made, why):
-    def run():
-        part, whole = made(True, torch.bfloat16 if why == "half" else torch.float32, why != "one host")
-        x = torch.ones(4 if why == "few rows" else 300, whole.in_features, dtype=whole.weight.dtype)
-        columns = x.chunk(dist.get_world_size(), -1)[dist.get_rank()].contiguous()
-        before = fompi.torch.fused_calls().ran
-        with torch.inference_mode(why != "training"):
-            y = part(columns)
-        assert fompi.torch.fused_calls().ran == before
-        np.testing.assert_allclose(y.detach().float().numpy(), whole(x).detach().float().numpy(), rtol=2e-2, atol=2e-2)
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_prompt_in_halves(decoder, masked):
+    """The hidden states and the cache of one call; then tokens one by one, and a second prompt behind the first."""
+    whole, ids = Decoder(), tokens(2, 301)
+    more = {"attention_mask": (ids != 3).long()} if masked else {"position_ids": torch.arange(301)[None]}
+    with torch.inference_mode():
+        y = decoder.forward(input_ids=ids, past_key_values=DynamicCache(Decoder.config), **more)
+        wanted = whole.forward(input_ids=ids, **more)
+        torch.testing.assert_close(y.last_hidden_state, wanted.last_hidden_state)
+        assert decoder.lengths == [150, 151]
+        for part, all_of_it in zip(y.past_key_values.layers, wanted.past_key_values.layers, strict=True):
+            torch.testing.assert_close(torch.cat([*part], 1), all_of_it[0])
+        for ids in (tokens(2, 1), tokens(2, 200)):
+            y = decoder.forward(input_ids=ids, past_key_values=y.past_key_values)
+            wanted = whole.forward(input_ids=ids, past_key_values=wanted.past_key_values)
+            torch.testing.assert_close(y.last_hidden_state, wanted.last_hidden_state)
+        assert decoder.lengths[2:] == [1, 100, 100]
 
-    if why == "not installed":
-        run()
-    else:
-        with fompi.torch.install():
-            run()
+
+@pytest.mark.parametrize("why", ["few rows", "one host", "another argument", "another cache", "no cache", "training"])
+def test_what_runs_whole(decoder, why):
+    decoder.forward.has_wire, given = why != "one host", {"input_ids": tokens(1, 255 if why == "few rows" else 300)}
+    if why != "no cache":
+        given["past_key_values"] = DynamicCache(Decoder.config)
+    if why == "another argument":
+        given["extra"] = True
+    if why == "another cache":
+        given["past_key_values"] = type("SlidingCache", (DynamicCache,), {})(Decoder.config)
+    with torch.inference_mode(why != "training"):
+        decoder.forward(**given)
+    assert len(decoder.lengths) == 1
 
 
-def test_a_module_without_such_a_class_is_left(group):
-    other = types.ModuleType(NAME)
-    transformers.fuse(other, parallel.is_installed)
-    assert not hasattr(other, "RowwiseParallel")
+def test_an_error_of_a_half_is_that_of_the_prompt(decoder):
+    decoder.fails = True
+    with torch.inference_mode():
+        with pytest.raises(OSError, match="of the second half"):
+            decoder.forward(input_ids=tokens(), past_key_values=DynamicCache(Decoder.config))
+        decoder.fails = False
+        decoder.forward(input_ids=tokens(), past_key_values=DynamicCache(Decoder.config))
+
+
+def test_a_module_without_such_a_function_is_left(group):
+    other = types.ModuleType(STYLES)
+    transformers.halve(other, parallel.is_installed)
+    assert not vars(other).get("apply_tensor_parallelism")
 
 
 class Llama(torch.nn.Module):

@@ -18,7 +18,6 @@ USERS = (
     "bench",
     "tuning",
     "torch/parallel.py",
-    "torch/transformers.py",
     "planner/layers.py",
     "ops/replicated.py",
 )
