@@ -137,7 +137,7 @@ def test_gradients_of_torch(recorded, tmp_path, capsys):
     assert [rank.rank for rank in ranks] == [0, 1] and len(graph.measured.steps) == 5
     sums = [kind for kind in graph.kinds if kind.moves == "all_reduce" and kind.dtype == "float32"]
     assert sums and all(kind.group == (0, 1) and kind.nbytes > 0 for kind in sums)
-    assert graph.run().step == pytest.approx(graph.measured.step, rel=0.04)
+    assert graph.run().step == pytest.approx(graph.measured.step, rel=0.1)
     assert main(["replay", str(tmp_path / "run")]) == 0 and main(["advise", str(tmp_path / "run")]) == 0
     assert "5 steps of 2 of 2 ranks" in capsys.readouterr().out
 
