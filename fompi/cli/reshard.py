@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     made.directory.mkdir(parents=True, exist_ok=True)
     names_of, at = defaultdict[int, list[str]](list), 0
     for name, stored in found.arrays.items():
-        names_of[min(at * options.files // max(1, found.nbytes), options.files - 1)].append(name)  # empty ones may be last
+        names_of[min(at * options.files // max(1, found.nbytes), options.files - 1)].append(name)
         at += stored.nbytes
     for number, names in enumerate(names_of.values(), 1):
         file = f"model-{number:05}-of-{len(names_of):05}.safetensors" if options.hf else file_of(made, number)
