@@ -184,10 +184,15 @@ class InFlight:
         requests, owners = self._requests, self._owners
         if not requests:
             return moved
-        if len(requests) == 1:  # one request is cheaper to test than a list of one
-            done = [0] if requests[0].Test() else None
-        else:
-            done = self._testsome(requests)
+        try:
+            if len(requests) == 1:  # one request is cheaper to test than a list of one
+                done = [0] if requests[0].Test() else None
+            else:
+                done = self._testsome(requests)
+        except Exception as error:  # of MPI, which does not say whose message it is
+            awaited = {task.belongs_to.waits_for() for task, _ in owners} - {None}
+            error.add_note(f"fompi: this rank waits for {awaited or 'its sends'}")
+            raise
         if not done:
             return moved
         if len(done) == len(requests):
