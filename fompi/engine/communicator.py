@@ -270,10 +270,8 @@ class Communicator(Shared):
             self.engine.gate(self)
         if self.closed:
             raise StateError(f"the communicator {self.name!r} is closed")
-        if self.channel.ending is not None:
-            self.channel.ending.before_call(self)
-        if self.channel.owed is not None:
-            raise self.channel.owed.pay()
+        if self.channel.ending is not None or self.channel.owed is not None:
+            self.hear()
         if self.channel.broken is not None:
             cause = self.channel.broken
             raise StateError(
@@ -368,9 +366,22 @@ class Communicator(Shared):
         return known
 
     def next_call(self) -> tuple[int, int]:
-        """The stamp and the tag slot of the next unbound call. They are equal on ranks that call in the same order."""
+        """The stamp and the tag slot of the next unbound call. They are equal on ranks that call in the same order.
+
+        Called with the engine's lock held. The helper thread may have told another rank since `check` how many calls
+        this one has begun: then this one must not begin.
+        """
+        if self.channel.ending is not None or self.channel.owed is not None:
+            self.hear()
         self.calls += 1
         return self.calls, self.slot(self.calls)
+
+    def hear(self) -> None:
+        """End a section with the other ranks, if one of them has ended it, and raise its error, if it is due here."""
+        if self.channel.ending is not None:
+            self.channel.ending.before_call(self)
+        if self.channel.owed is not None:
+            raise self.channel.owed.pay()
 
     def begun_with(self, peer: int) -> tuple[int, int, int]:
         """The last unbound call, and how many messages of strategies were sent to `peer` and awaited from it."""

@@ -444,6 +444,7 @@ class Transfer(CallInFlight):
             refusal = error
         self._refusal = refusal
         with communicator.engine.lock:
+            communicator.hear()
             begun: list[Any] = []
             if dest is not None and not self._sends_in_c(dest, tag):
                 self._sending = Sending(communicator, dest, tag, self._sent, refusal)
@@ -469,6 +470,7 @@ class Transfer(CallInFlight):
         made._name, made._comm = "send" if sends else "recv", comm
         made._like, made._owner = _NUMPY, None if sends else plain.held
         with comm.engine.lock:
+            comm.hear()
             begins = made._begins_in_c(sends, peer, tag, plain)
         return made if begins else None
 

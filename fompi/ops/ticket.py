@@ -349,7 +349,7 @@ class Ticket:
         with engine.lock:
             if note is None and (comm.recording is not None or engine.report is not engine.recorder):
                 return None
-            if channel.failures or channel.lost is not None:
+            if channel.failures or channel.lost is not None or channel.owed is not None:
                 return None
             memory = self._free.pop() if self._free else self._memory()
             if memory is None:

@@ -207,8 +207,8 @@ class Section:
         with comm.engine.lock:
             channel.ending = None
             while comm.calls < max(ended.calls for ended in known.values()):
-                stamp, _ = comm.next_call()
-                agreement = Agreement(comm, stamp, 0, lambda: self.name, (0,) * comm.size)
+                comm.calls += 1
+                agreement = Agreement(comm, comm.calls, 0, lambda: self.name, (0,) * comm.size)
                 agreement.refusal = refusal
                 agreement.start()
             for peer, ended in known.items():

@@ -1,5 +1,6 @@
 """A strategy that fails in the middle of anything on one rank ends on all ranks, soon, and the next call is in step."""
 
+import contextlib
 import time
 import warnings
 
@@ -151,6 +152,33 @@ def test_an_error_at_any_stage(world, comm, mesh, name):
             assert error is None, where
         for a, b in zip(call(), expected, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="there is no other rank")
+@pytest.mark.parametrize("is_known", [True, False])
+def test_an_error_that_comes_after_the_check_of_a_call(world, comm, monkeypatch, is_known):
+    """The helper thread tells the rank that failed how many calls this one has begun. So this one begins no more."""
+    x, new = np.ones(3), np.ones(5 + world.size + is_known)
+    for _ in range(2):
+        fompi.all_reduce(x, comm=world)
+    check, left = fompi.Communicator.check, comm.rank > 0
+
+    def in_the_helper(communicator):
+        check(communicator)
+        while left and communicator.channel.owed is None:
+            communicator.engine.receive_control()
+
+    with pytest.raises(Injected) if world.rank == 0 else contextlib.nullcontext(), Section("outer") as section:
+        fompi.all_reduce(x, comm=world)
+        section.begin(world)
+        if world.rank == 0:
+            raise Injected("of rank 0")
+    if left:
+        monkeypatch.setattr(fompi.Communicator, "check", in_the_helper)
+        with pytest.raises(fompi.PeerError, match="Injected: of rank 0"):
+            fompi.all_reduce(x if is_known else new, comm=world)
+        monkeypatch.undo()
+    assert fompi.all_reduce(x, comm=world).tolist() == [world.size] * 3
 
 
 @pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="there is no other rank")
