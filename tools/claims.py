@@ -237,11 +237,11 @@ CLAIMS = (
         "decode",
         "A decoder of 0.2 billion parameters",
         "Two hosts with one core each, 1 Gbit/s, float32, two sums of 4 KiB in each of 12 layers. In halves: the sum "
-        "of one half of the prompt moves behind the products of the other; gloo is then the better of both ways.",
+        "of one half of the prompt moves behind the products of the other. Programs on gloo compute it whole.",
         (
             Pick("a token: MPI's own sums / fompi", "^decode", "^MPI / fompi$"),
             Pick("a token: gloo / fompi", "^decode", "^gloo / fompi$"),
-            Pick("a prompt of 512 tokens: gloo / fompi in halves", "^prefill", "^gloo.* / fompi in halves$"),
+            Pick("a prompt of 512 tokens: gloo / fompi in halves", "^prefill", "^gloo / fompi in halves$"),
         ),
     ),
     Claim(
