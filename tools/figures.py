@@ -74,7 +74,7 @@ Medians, on two cores, MPICH 5.0.2, Python 3.11.7, NumPy 2.4.6.
   `make lab`
 - A GPT of 17 million parameters, two hosts, 1 Gbit/s, MPICH, 2026-11-30, two rounds, tokens a second and host: alone
   878, outer steps (H = 30, delay 1) 899 (asked 0.97 of it), DDP over gloo 330, over fompi 325, with int8 610. Four
-  hosts as 2 x 2, 40 Mbit/s and 80 ms between, int8, delay 10: 0.6 % of a step exposed (asked 1 %).
+  hosts as 2 x 2, 40 Mbit/s, 80 ms, int8, delay 10: 0.6 % exposed (1 %). At 100 Mbit/s, delay 12: 1.01 of a lone host.
   `python -m fompi.lab run --hosts 2 --rate 1gbit -- python -m fompi bench islands --rounds 2`;
   `... run --hosts 4 --groups 2x2 --between 40mbit,80ms -- python -m fompi bench islands --row 2x2 --rounds 1`
 - Hosts of 0.4, 0.2, 0.2 and 0.1 cores, 1 Gbit/s, MPICH, 2026-11-30, three rounds, equal / balanced shares (asked 1.3):
