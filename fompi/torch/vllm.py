@@ -16,9 +16,6 @@ from typing import Any
 
 import torch
 
-LEAST_ROWS = 256
-"""A batch with fewer tokens runs whole: the products of a half would be too short to hide anything."""
-
 
 def register() -> None:
     """Let vLLM use fompi on the CPU, if VLLM_PLUGINS names it."""
@@ -54,6 +51,7 @@ def in_halves(base: type[Any]) -> type[Any]:
     """The model runner `base` of vLLM, which computes batches with many tokens in two halves."""
     contexts, group = import_module("vllm.forward_context"), import_module("vllm.distributed").get_tp_group
     interleave, communicator = import_module("fompi").interleave, import_module("fompi.torch.groups").communicator
+    least = import_module("fompi.torch.transformers").LEAST_ROWS
 
     class HalvingRunner(base):
         def __init__(self, config: Any, *args: Any):
@@ -65,7 +63,7 @@ def in_halves(base: type[Any]) -> type[Any]:
             mode, batch, _, *rest = super()._determine_batch_execution_and_padding(num_tokens, *args, **given)
             may = self.parallel_config.use_ubatching and given.get("allow_microbatching", True)
             has_requests = self.input_batch.num_reqs > 0  # else it warms up
-            return mode, batch, may and has_requests and num_tokens >= LEAST_ROWS, *rest
+            return mode, batch, may and has_requests and num_tokens >= least, *rest
 
         def _model_forward(self, **given: Any) -> Any:
             whole = contexts.get_forward_context()
