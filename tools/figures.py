@@ -34,6 +34,7 @@ LINKS = {
     "papers": (["--hosts", "4", "--rate", "1gbit"], 7),
     "fused": (["--hosts", "2", "--rate", "1gbit"], 11),
     "parallel": (["--hosts", "4", "--rate", "500mbit"], 3),
+    "parallel-2": (["--hosts", "2", "--rate", "500mbit"], 3),
     "step": (["--hosts", "2", "--rate", "1gbit"], 5),
     "ddp": (["--hosts", "2", "--rate", "1gbit"], 7),
     "programs": (["--hosts", "2", "--rate", "1gbit"], 9),
@@ -133,10 +134,12 @@ def keep(suite: str, mpi: str, measured: Mapping[str, Any], command: str, commit
     }
     lines = []
     for claim in CLAIMS:
-        for pick in claim.picks if claim.suite == suite else ():
+        for pick in claim.picks if suite in (claim.suite, claim.beside) else ():
             figure = condense(pick, measured["rows"])
-            if figure is None:
+            if figure is None and suite == claim.suite:
                 sys.exit(f"{suite}: no row matches {pick}")
+            if figure is None:  # two hosts do not have every row
+                continue
             lines.append(json.dumps({**to_line(figure), **source}, ensure_ascii=False))
     KEPT.mkdir(exist_ok=True)
     (KEPT / f"{suite}-{mpi}.json").write_text("[\n" + ",\n".join(lines) + "\n]\n")
@@ -151,8 +154,7 @@ def page() -> str:
 
 
 def _section(claim: Claim) -> Iterator[str]:
-    kept = {mpi: KEPT / f"{claim.suite}-{mpi}.json" for mpi in NAMES}
-    lines = {mpi: json.loads(path.read_text()) for mpi, path in kept.items() if path.exists()}
+    lines = {mpi: kept for mpi in NAMES if (kept := _kept(claim.suite, mpi))}
     yield f"## {claim.title}\n"
     yield textwrap.fill(claim.text, 120) + "\n"
     if not lines:
@@ -160,22 +162,34 @@ def _section(claim: Claim) -> Iterator[str]:
         return
     files = (f"[{NAMES[mpi]}](results/{claim.suite}-{mpi}.json), {of[0]['date']}" for mpi, of in lines.items())
     yield f"`python tools/figures.py --suite {claim.suite}` ({' / '.join(files)}):\n"
-    yield f"| | {' | '.join(NAMES[mpi] for mpi in lines)} | asked |"
-    yield f"|---|{'---|' * len(lines)}---|"
+    beside = {line["figure"]: from_line(line) for line in _kept(claim.beside, "mpich")} if claim.beside else {}
+    heads = [*(NAMES[mpi] for mpi in lines), "asked", *["two hosts"] * bool(beside)]
+    yield f"| | {' | '.join(heads)} |"
+    yield f"|---|{'---|' * len(heads)}"
     figures = {mpi: {line["figure"]: from_line(line) for line in of} for mpi, of in lines.items()}
     for pick in claim.picks:
-        found = [of.get(pick.label) for of in figures.values()]
-        yield f"| {pick.label} | {' | '.join(map(_cell, found))} | {_asked(found)} |"
+        found, other = [of.get(pick.label) for of in figures.values()], beside.get(pick.label)
+        host_time = other is not None and other.reached is True
+        cells = [*(_cell(figure, "*" if host_time else "**") for figure in found), _asked(found)]
+        if beside:
+            cells.append(f"{_cell(other)}, {_asked([other])}".strip(", ") if other else "")
+        yield f"| {pick.label} | {' | '.join(cells)} |"
 
 
-def _cell(figure: Figure | None) -> str:
+def _kept(suite: str, mpi: str) -> list[dict[str, Any]]:
+    """The kept figures of a suite. None: it was not measured."""
+    path = KEPT / f"{suite}-{mpi}.json"
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def _cell(figure: Figure | None, missed: str = "**") -> str:
     if figure is None:
         return ""
     text = _number(figure.value)
     if figure.low is not None and figure.high is not None:
         text += f" [{_number(figure.low)}, {_number(figure.high)}]"
     text += f" {figure.unit}" if figure.unit else ""
-    return f"**{text}**" if figure.reached is False else text
+    return f"{missed}{text}{missed}" if figure.reached is False else text
 
 
 def _number(value: float) -> str:

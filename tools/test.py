@@ -37,7 +37,7 @@ import job
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "test"
-LAST_LINES = 15
+LAST_LINES, LAST_COLUMNS = 8, 120
 SLOWEST = 10
 """This many of the slowest tests are listed after each leg."""
 
@@ -422,11 +422,13 @@ def summarize(results: list[Result], seconds: float, before: Times) -> None:
 
 
 def ends_of(output: str) -> list[str]:
-    """What remains readable where only the end of a run is kept: the failures that pytest lists, or the last lines."""
+    """What remains readable where only the last lines of a run are kept: which tests failed, or where the leg stood."""
     lines = output.rstrip().splitlines()
-    listed = [line for line in lines if re.match(r"FAILED |ERROR |\++ Timeout|Fatal Python", line)]
-    stacks = [line for line in lines if '  File "' in line and "/site-packages/" not in line]
-    return [*(listed or lines[-LAST_LINES:])[:LAST_LINES], *stacks[-LAST_LINES:]]
+    listed = [line for line in lines if re.match(r"FAILED |ERROR |\++ Timeout|Fatal Python", line)] or lines[-LAST_LINES:]
+    begun = [line for line in lines if re.match(r"tests/\S+::\S+ *$", line)][-1:]
+    frames = re.findall(r'File "\S*?((?:fompi|tests)/[^"]+)", line (\d+),? in (\S+)', output)
+    stacks = list(dict.fromkeys(f"{path}:{line} {name}" for path, line, name in frames))
+    return [line[:LAST_COLUMNS] for line in (*listed[:LAST_LINES], *begun, *stacks[:LAST_LINES])]
 
 
 def columns(counts: dict[str, int]) -> str:

@@ -347,7 +347,8 @@ def test_the_command(monkeypatch):
     done = subprocess.run(command, capture_output=True, text=True, timeout=50)
     assert done.returncode == 2 and done.stderr.startswith("fompi: FOMPI_MEMBERS_TOKEN is not set: "), done.stderr
     monkeypatch.setenv("FOMPI_MEMBERS_TOKEN", TOKEN)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background ignores it, and so would
+    for number in (signal.SIGINT, signal.SIGTERM):  # what it starts
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
             open_store(f"fompi://127.0.0.1:{port}", seconds=40).put("a", "1")
@@ -358,3 +359,4 @@ def test_the_command(monkeypatch):
             assert (process.returncode, err) == (0, "") and out.startswith(f"fompi://127.0.0.1:{port} is there"), err
         finally:
             process.kill()
+    signal.signal(signal.SIGINT, before)
