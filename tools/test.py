@@ -165,7 +165,7 @@ def legs() -> tuple[Leg, ...]:
         ranks_of_files = {path: ranks_of(path)[mpi] for path in sorted((ROOT / "tests/mpi").glob("test_*.py"))}
         for size in sorted({size for sizes in ranks_of_files.values() for size in sizes}):
             files = [f"tests/mpi/{path.name}" for path, sizes in ranks_of_files.items() if size in sizes]
-            found.append(Leg(f"mpi-{mpi}-{size}", mpi, 600 if size == 2 else 300, ("--with-mpi", *files), ranks=size))
+            found.append(Leg(f"mpi-{mpi}-{size}", mpi, 600 if size <= 3 else 300, ("--with-mpi", *files), ranks=size))
     found.append(
         Leg("mpi-ucx-2", "mpich", 120, ("--with-mpi", *on_ranks("operations", "messages", "bound_call")), ranks=2)
     )
@@ -424,7 +424,9 @@ def summarize(results: list[Result], seconds: float, before: Times) -> None:
 def ends_of(output: str) -> list[str]:
     """What remains readable where only the last lines of a run are kept: which tests failed, or where the leg stood."""
     lines = output.rstrip().splitlines()
-    listed = [line for line in lines if re.match(r"FAILED |ERROR |\++ Timeout|Fatal Python", line)] or lines[-LAST_LINES:]
+    listed = [line for line in lines if re.match(r"FAILED |ERROR |\++ Timeout|Fatal Python", line)] or lines[
+        -LAST_LINES:
+    ]
     begun = [line for line in lines if re.match(r"tests/\S+::\S+ *$", line)][-1:]
     frames = re.findall(r'File "\S*?((?:fompi|tests)/[^"]+)", line (\d+),? in (\S+)', output)
     stacks = list(dict.fromkeys(f"{path}:{line} {name}" for path, line, name in frames))

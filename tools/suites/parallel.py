@@ -52,9 +52,9 @@ def rows(bench: Bench) -> list[Row]:
     with accelerator.on([bench.comm]):
         for what, make in makers.items():
             strategy = make(StrategySetting(bench, bench.comm, EMULATED, accelerator))
-            ratios = strategy.ratios[: 1 if bench.quick else None]
+            ratios, flops = strategy.ratios[: 1 if bench.quick else None], operations(accelerator, strategy.call)
             for ratio in bench.each(ratios, partial(_title, what, strategy)):
-                made.append(measured(bench, accelerator, _title(what, strategy, ratio), strategy, ratio))
+                made.append(measured(bench, accelerator, _title(what, strategy, ratio), strategy, ratio, flops))
             strategy.close()
     more = {"pipelines": pipelines}
     if size % 2 == 0:
@@ -68,7 +68,15 @@ def _title(what: str, strategy: Strategy, ratio: float) -> str:
     return f"{what}, {strategy.of} = {ratio:g}"
 
 
-def measured(bench: Bench, accelerator: Accelerator, what: str, strategy: Strategy, ratio: float) -> Row:
+def operations(accelerator: Accelerator, call: Call) -> float:
+    """Those of the first call. Later ones may run as they are bound, and tell nothing."""
+    accelerator.use(INSTANT.flops_rate)
+    before = accelerator.flops
+    call()
+    return accelerator.flops - before
+
+
+def measured(bench: Bench, accelerator: Accelerator, what: str, strategy: Strategy, ratio: float, flops: float) -> Row:
     """A strategy on the accelerator, whose speed makes messages and kernels take their times in this ratio."""
 
     def at(flops_rate: float, call: Call) -> Call:
@@ -78,9 +86,7 @@ def measured(bench: Bench, accelerator: Accelerator, what: str, strategy: Strate
 
         return run
 
-    messages, before = at(INSTANT.flops_rate, strategy.call), accelerator.flops
-    messages()
-    flops = accelerator.flops - before
+    messages = at(INSTANT.flops_rate, strategy.call)
     t_m = median(bench.times({MESSAGES: messages}, PILOT_ROUNDS)[MESSAGES])
     rate = flops * strategy.t_m_over_t_c(ratio) / t_m
     row = compared(bench, what, at(rate, strategy.call), at(rate, partial(accelerator.spend, flops)), messages)
