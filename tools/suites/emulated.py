@@ -102,23 +102,29 @@ class Emulated:
         write_corners = [corner(a, whole=kernels.find(kernel).reduces) for a in writes]
         compute = self._host.bind(kernel, read_corners, write_corners, read_dtypes, write_dtypes)
         sizes = ([(a.shape, a.nbytes) for a in arrays] for arrays in (reads, writes))
-        rows = writes[0].shape[0] if writes and writes[0].ndim else 1
-        seconds = self.slowness(rows) * self.machine.kernel(*kernels.demand(kernel, *sizes))
-        return self._on(self._merges if lane_of(kernel) == "merge" else self._products, compute, seconds)
+        rows, cost = writes[0].shape[0] if writes and writes[0].ndim else 1, kernels.demand(kernel, *sizes)
+        stream = self._merges if lane_of(kernel) == "merge" else self._products
+        return self._on(stream, compute, lambda: self.slowness(rows) * self.seconds(*cost))
+
+    def seconds(self, flops: float, *more: float) -> float:
+        """The time of a kernel that begins now. Its speed may change while its call is bound."""
+        return self.machine.kernel(flops, *more)
 
     def bind_timed(self, compute: Callable[[], object], seconds: float) -> Callable[..., QueuedKernel]:
         """A kernel of the user, which takes these seconds. It runs on the host when it is enqueued."""
-        return self._on(self._products, compute, self.slowness() * seconds)
+        return self._on(self._products, compute, lambda: self.slowness() * seconds)
 
     def spend(self, flops: float, nbytes: float = 0.0, compute: Callable[[], object] = _nothing) -> None:
         """Run a kernel of this cost on the stream of products, and wait for its end. `compute` runs in its time."""
-        token = self._on(self._products, compute, self.slowness() * self.machine.kernel(flops, nbytes))(())
+        token = self._on(self._products, compute, lambda: self.slowness() * self.seconds(flops, nbytes))(())
         self.meanwhile()
         sleep(max(0.0, token.due - perf_counter()))
 
-    def _on(self, stream: KernelQueue, compute: Callable[[], object], seconds: float) -> Callable[..., QueuedKernel]:
+    def _on(
+        self, stream: KernelQueue, compute: Callable[[], object], duration: Callable[[], float]
+    ) -> Callable[..., QueuedKernel]:
         def enqueue(after: Sequence[QueuedKernel]) -> QueuedKernel:
-            begun = max([perf_counter(), stream.free, *(token.due for token in after)])
+            begun, seconds = max([perf_counter(), stream.free, *(token.due for token in after)]), duration()
             stream.free = begun + seconds
             stream.busy += seconds
             compute()

@@ -52,9 +52,9 @@ def rows(bench: Bench) -> list[Row]:
     with accelerator.on([bench.comm]):
         for what, make in makers.items():
             strategy = make(StrategySetting(bench, bench.comm, EMULATED, accelerator))
-            ratios, flops = strategy.ratios[: 1 if bench.quick else None], operations(accelerator, strategy.call)
+            ratios = strategy.ratios[: 1 if bench.quick else None]
             for ratio in bench.each(ratios, partial(_title, what, strategy)):
-                made.append(measured(bench, accelerator, _title(what, strategy, ratio), strategy, ratio, flops))
+                made.append(measured(bench, accelerator, _title(what, strategy, ratio), strategy, ratio))
             strategy.close()
     more = {"pipelines": pipelines}
     if size % 2 == 0:
@@ -68,15 +68,7 @@ def _title(what: str, strategy: Strategy, ratio: float) -> str:
     return f"{what}, {strategy.of} = {ratio:g}"
 
 
-def operations(accelerator: Accelerator, call: Call) -> float:
-    """Those of the first call. Later ones may run as they are bound, and tell nothing."""
-    accelerator.use(INSTANT.flops_rate)
-    before = accelerator.flops
-    call()
-    return accelerator.flops - before
-
-
-def measured(bench: Bench, accelerator: Accelerator, what: str, strategy: Strategy, ratio: float, flops: float) -> Row:
+def measured(bench: Bench, accelerator: Accelerator, what: str, strategy: Strategy, ratio: float) -> Row:
     """A strategy on the accelerator, whose speed makes messages and kernels take their times in this ratio."""
 
     def at(flops_rate: float, call: Call) -> Call:
@@ -86,7 +78,9 @@ def measured(bench: Bench, accelerator: Accelerator, what: str, strategy: Strate
 
         return run
 
-    messages = at(INSTANT.flops_rate, strategy.call)
+    messages, before = at(INSTANT.flops_rate, strategy.call), accelerator.flops
+    messages()
+    flops = accelerator.flops - before
     t_m = median(bench.times({MESSAGES: messages}, PILOT_ROUNDS)[MESSAGES])
     rate = flops * strategy.t_m_over_t_c(ratio) / t_m
     row = compared(bench, what, at(rate, strategy.call), at(rate, partial(accelerator.spend, flops)), messages)
