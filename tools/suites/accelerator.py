@@ -139,6 +139,9 @@ WORK: dict[Callable[..., Any], Callable[..., KernelWork]] = {
 }
 """The kernels that strategies run themselves, besides those of operations."""
 
+TRUE = "fompi.parallel.choices"
+"""Products of this module are true ones: a router's numbers say where rows go."""
+
 
 def spend(accelerator: Emulated, kernel: Callable[..., Any], *args: Any) -> Any:
     """The kernel on the accelerator: its time passes, and the numbers of its results are undefined."""
@@ -150,7 +153,7 @@ def spend(accelerator: Emulated, kernel: Callable[..., Any], *args: Any) -> Any:
 @contextmanager
 def emulated(accelerator: Emulated) -> Iterator[None]:
     """Inside, all strategies run their kernels on the accelerator."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("fompi.parallel.")]
+    modules = [module for name, module in sys.modules.items() if name.startswith("fompi.parallel.") and name != TRUE]
     used = [
         (module, name, kernel)
         for module in modules
