@@ -53,8 +53,8 @@ def rows(bench: Bench) -> list[Row]:
         for what, make in makers.items():
             strategy = make(StrategySetting(bench, bench.comm, EMULATED, accelerator))
             ratios = strategy.ratios[: 1 if bench.quick else None]
-            for ratio in bench.each(ratios, partial(_title, what, strategy)):
-                made.append(measured(bench, accelerator, _title(what, strategy, ratio), strategy, ratio))
+            for ratio in bench.each(ratios, partial(title, what, strategy)):
+                made.append(measured(bench, accelerator, title(what, strategy, ratio), strategy, ratio))
             strategy.close()
     more = {"pipelines": pipelines}
     if size % 2 == 0:
@@ -64,26 +64,29 @@ def rows(bench: Bench) -> list[Row]:
     return [*made, *bench.rows(more)]
 
 
-def _title(what: str, strategy: Strategy, ratio: float) -> str:
+def title(what: str, strategy: Strategy, ratio: float) -> str:
     return f"{what}, {strategy.of} = {ratio:g}"
+
+
+def at(accelerator: Accelerator, flops_rate: float, call: Call) -> Call:
+    """The call at this speed of the accelerator."""
+
+    def run() -> None:
+        accelerator.use(flops_rate)
+        call()
+
+    return run
 
 
 def measured(bench: Bench, accelerator: Accelerator, what: str, strategy: Strategy, ratio: float) -> Row:
     """A strategy on the accelerator, whose speed makes messages and kernels take their times in this ratio."""
-
-    def at(flops_rate: float, call: Call) -> Call:
-        def run() -> None:
-            accelerator.use(flops_rate)
-            call()
-
-        return run
-
-    messages, before = at(INSTANT.flops_rate, strategy.call), accelerator.flops
+    messages, before = at(accelerator, INSTANT.flops_rate, strategy.call), accelerator.flops
     messages()
     flops = accelerator.flops - before
     t_m = median(bench.times({MESSAGES: messages}, PILOT_ROUNDS)[MESSAGES])
     rate = flops * strategy.t_m_over_t_c(ratio) / t_m
-    row = compared(bench, what, at(rate, strategy.call), at(rate, partial(accelerator.spend, flops)), messages)
+    kernels = at(accelerator, rate, partial(accelerator.spend, flops))
+    row = compared(bench, what, at(accelerator, rate, strategy.call), kernels, messages)
     row = replace(row, marks=[MARK])
     return with_bound(row, strategy.bound, bench.asked(strategy.slack))
 
