@@ -177,8 +177,13 @@ def _section(claim: Claim) -> Iterator[str]:
         found = {mpi: of.get(pick.label) for mpi, of in figures.items()}
         beside = {name: [of.get(pick.label) for of in by_mpi.values()] for name, by_mpi in others.items()}
         cells = [_cell(figure, others.get(HOST_TIME, {}).get(mpi, {}).get(pick.label)) for mpi, figure in found.items()]
-        more = [" / ".join(_number(figure.value) for figure in of if figure) for of in beside.values()]
+        more = [" / ".join(_number(figure.value) for figure in of if figure) + _limit(of) for of in beside.values()]
         yield f"| {pick.label} | {' | '.join((*cells, _asked([*found.values()]), *more))} |"
+
+
+def _limit(figures: list[Figure | None]) -> str:
+    asked = _asked(figures)
+    return f" ({asked})" if asked else ""
 
 
 def _kept(suite: str, mpi: str) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""How much of what the suite `parallel` exposes is time of the cores: the same calls on links that take hardly any time.
+"""How much of what the suite `parallel` exposes is time of the cores: its calls on links that take hardly any time.
 
     python -m fompi.lab run --hosts 4 --rate 8gbit --capacity 32gbit -- python -m fompi bench tools/suites/host.py
 
