@@ -42,6 +42,8 @@
 #define COPY_SECONDS 1e-5       /* a round that took longer may have copied a part of a message: there may be more of it */
 #define PART_NBYTES 16384       /* such a part has this many bytes, or more */
 #define SLICE_NANOSECONDS 100000
+#define WAKES_SHARE 0.01        /* of a rank's only core, for wake-ups that move nothing; its caches cost as much again */
+#define COST_WAKES 16           /* their cost is an average over this many */
 #define ASLEEP_SECONDS 5e-5    /* between polls while the program sleeps, and its core has nothing else to do */
 
 /* The module exports the numbers of all these `enum`s (`numbers`): Python has no others. */
@@ -107,6 +109,7 @@ typedef struct {
     pthread_cond_t wake;
     int has_thread, stops, sleeps; /* the first is read without the lock */
     double least, most, seconds; /* between its polls: at least, at most, now */
+    double cost;                 /* of a wake-up that moves nothing: seconds of the core */
     int waiting;                 /* threads that drive a call: they poll when they wake */
     pid_t program, opened;       /* the thread that has left the last call in flight, if each rank has a core; whose `stat` is open */
     int stat;
@@ -137,11 +140,15 @@ struct Call {
     int error, disagrees;
 };
 
-static double now(void) {
+static double seconds_of(clockid_t clock) {
     struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
+    clock_gettime(clock, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
+
+static double now(void) { return seconds_of(CLOCK_MONOTONIC); }
+
+static double cpu_seconds(void) { return seconds_of(CLOCK_THREAD_CPUTIME_ID); }
 
 /* ------------------------------------------------------------------------------------------------ the lock */
 
@@ -396,13 +403,24 @@ static void run_first(Call *c) {
     if (--c->n_running == 0 && c->stays) pthread_cond_broadcast(&mpi->idle);
 }
 
+/* How long the progress thread sleeps at least: of a rank's only core its wake-ups take no more than WAKES_SHARE. */
+static double least_pause(const Library *mpi) {
+    double seconds = mpi->cost / WAKES_SHARE;
+    return mpi->least == mpi->most || seconds < mpi->least ? mpi->least : seconds;
+}
+
+static double most_pause(const Library *mpi) {
+    double seconds = 2 * least_pause(mpi);
+    return mpi->least == mpi->most || seconds < mpi->most ? mpi->most : seconds;
+}
+
 static int can_run(const Call *c) { return c->n_ready && !c->error && !c->disagrees && !c->stays; }
 
 static void depart(Call *c) { /* it is in flight from now on */
     Call **last = &c->library->in_flight;
     if (c->is_in_flight) return;
     c->next = c->previous = NULL;
-    if (!*last) c->library->seconds = c->library->least; /* its first messages may come soon */
+    if (!*last) c->library->seconds = least_pause(c->library); /* its first messages may come soon */
     for (; *last; last = &(*last)->next) c->previous = *last;
     *last = c;
     c->is_in_flight = 1;
@@ -547,7 +565,7 @@ static void request_short_slices(void) {
 static double until_next_poll(const Library *mpi) {
     double seconds = mpi->seconds, half = mpi->longest_forwarding / 2, rest;
     if (half > 0) { /* other ranks wait for the next message: poll in the middle of a kernel */
-        half = half > mpi->least ? half : mpi->least;
+        half = half > least_pause(mpi) ? half : least_pause(mpi);
         seconds = half < seconds ? half : seconds;
     }
     rest = mpi->kernel_began + seconds - now(); /* there was a poll just before the kernel */
@@ -587,6 +605,7 @@ static void *run_thread(void *argument) {
     lock(mpi);
     while (!mpi->stops) {
         long seen = mpi->rounds;
+        double spent = cpu_seconds();
         double pause = until_next_poll(mpi), t;
         if (mpi->in_flight && !mpi->waiting && pause > ASLEEP_SECONDS && program_sleeps(mpi)) pause = ASLEEP_SECONDS;
         unlock(mpi);
@@ -600,7 +619,7 @@ static void *run_thread(void *argument) {
             mpi->sleeps = 1;
             while (!mpi->in_flight && !mpi->stops) pthread_cond_wait(&mpi->wake, &mpi->lock);
             mpi->sleeps = 0;
-            mpi->seconds = mpi->least;
+            mpi->seconds = least_pause(mpi);
             busy_at = now();
             continue;
         }
@@ -617,15 +636,16 @@ static void *run_thread(void *argument) {
             let_others(mpi);
         }
         if (rounds == MOST_ROUNDS) {
-            mpi->seconds = mpi->least;
+            mpi->seconds = least_pause(mpi);
             moved_at = now();
         } else if (moved) {
             t = now();
             double gap = (t - moved_at) / mpi->polls_per_message;
-            mpi->seconds = gap < mpi->least ? mpi->least : gap > mpi->most ? mpi->most : gap;
+            mpi->seconds = gap < least_pause(mpi) ? least_pause(mpi) : gap > most_pause(mpi) ? most_pause(mpi) : gap;
             moved_at = t;
         } else {
-            mpi->seconds = 1.5 * mpi->seconds < mpi->most ? 1.5 * mpi->seconds : mpi->most;
+            if (rounds == mpi->polls_per_wake) mpi->cost += (cpu_seconds() - spent - mpi->cost) / COST_WAKES; /* no copies */
+            mpi->seconds = 1.5 * mpi->seconds < most_pause(mpi) ? 1.5 * mpi->seconds : most_pause(mpi);
         }
         tell(mpi);
     }
