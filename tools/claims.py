@@ -166,10 +166,7 @@ CLAIMS = (
                 f"^({'|'.join(what for what, _, _ in _STRATEGIES.values())}), ",
                 "^serial",
             ),
-            *(
-                Pick(f"pipeline, {name}: time / formula", "^pipeline", f"^{name}: ")
-                for name in ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipev")
-            ),
+            Pick("pipelines, eight schedules: time / formula", "^pipeline", "time / formula$"),
             Pick("a step as one plan: time beyond the bounds / time", "^a step as one plan", "^beyond"),
             Pick("a step as one plan: time / simulated", "^a step as one plan", "simulated$"),
             Pick("TP beside DP, first come: exposed / alone", "^data beside tensor", "first come / alone"),

@@ -67,6 +67,15 @@ measured again when unrelated code changes.
 """
 
 TAIL = """
+## What misses, and why
+
+- Even, within the noise of one machine: DDP (gloo is within 13 % of the bound), pipelines (torch's order, the same
+  kernels: wake-ups of the progress thread take 2 % of a core), `hidden` (a small difference of long times), the all-gather
+  of the library. gloo's own step of the small graph takes 4 to 19 ms from run to run, fompi's 7 to 8.
+- Experts: host time, measured apart, varies by 0.05 of the messages. TP beside DP: gradients wait for a part under way.
+- The int8 product: coding takes the core of the product. Peers in slices: gloo in 4 slices hides nearly as much. A cold
+  choice: one of 15 rounds beyond 50 ms.
+
 ## Measured by a program of its own
 
 Medians, on two cores, MPICH 5.0.2, Python 3.11.7, NumPy 2.4.6.
@@ -87,8 +96,6 @@ Medians, on two cores, MPICH 5.0.2, Python 3.11.7, NumPy 2.4.6.
 - 256 MiB from rows to columns, four hosts, 1 Gbit/s, MPICH, 2026-11-30, `bench reshard`: 1.23 of the wire (asked 1.1),
   to uneven ones 1.08; Alltoallw 0.99 to 1.03, Alltoallv with packing 1.12 to 1.17 times that (asked 1.4). 2 GB saved by
   four ranks, `bench checkpoints`: 1.1 of plain writing (asked 1.15); a step waits for 0.02 of it (`"now"`: 0.15).
-- Data parallelism with ten buckets of 16 KiB, two hosts, 1 Gbit/s, 2026-11-26: 2.6 ms; 4.1 ms when each bucket agreed
-  for itself. [Overhead](inside/overhead.md#small-buckets) has the runs.
 """
 
 
