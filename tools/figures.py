@@ -70,8 +70,8 @@ TAIL = """
 ## What misses, and why
 
 - Even, within the noise of one machine: DDP (gloo is within 13 % of the bound), pipelines (torch's order, the same
-  kernels: wake-ups of the progress thread take 2 % of a core), `hidden` (a small difference of long times), the all-gather
-  of the library. gloo's own step of the small graph takes 4 to 19 ms from run to run, fompi's 7 to 8.
+  kernels: wake-ups of the progress thread take 2 % of a core), `hidden` (a small difference of long times), the
+  all-gather of the library. gloo's own step of the small graph takes 4 to 19 ms from run to run, fompi's 7 to 8.
 - Experts: host time, measured apart, varies by 0.05 of the messages. TP beside DP: gradients wait for a part under way.
 - The int8 product: coding takes the core of the product. Peers in slices: gloo in 4 slices hides nearly as much. A cold
   choice: one of 15 rounds beyond 50 ms.
@@ -91,7 +91,8 @@ Medians, on two cores, MPICH 5.0.2, Python 3.11.7, NumPy 2.4.6.
   `python -m fompi.lab run --hosts 2 --rate 1gbit -- python -m fompi bench islands --rounds 2`;
   `... run --hosts 4 --groups 2x2 --between 40mbit,80ms -- python -m fompi bench islands --row 2x2 --rounds 1`
 - Hosts of 0.4, 0.2, 0.2 and 0.1 cores, 1 Gbit/s, MPICH, 2026-11-30, three rounds, equal / balanced shares (asked 1.3):
-  MLP 1.87, attention 1.68, a token 1.34, a prompt 1.64. Time / sum of speeds (asked 1.05): 1.7 to 3.3, with messages.
+  MLP 1.87, attention 1.68, a token 1.34, a prompt 1.64, DDP 2.35, ZeRO 2.17, a pipeline 2.93. Time / sum of speeds
+  (asked 1.05): 1.5 to 3.3, with messages and the bubble of the pipeline (1.375); DDP with four times the rows 0.87.
   `python -m fompi.lab run --hosts 4 --cores 0.4,0.2,0.2,0.1 -- python -m fompi bench unequal --rounds 3`
 - 256 MiB from rows to columns, four hosts, 1 Gbit/s, MPICH, 2026-11-30, `bench reshard`: 1.23 of the wire (asked 1.1),
   to uneven ones 1.08; Alltoallw 0.99 to 1.03, Alltoallv with packing 1.12 to 1.17 times that (asked 1.4). 2 GB saved by
