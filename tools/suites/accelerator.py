@@ -47,7 +47,7 @@ class Accelerator(Emulated):
     def use(self, flops_rate: float) -> None:
         self.machine = replace(INSTANT, flops_rate=flops_rate)
 
-    def seconds(self, flops: float, *more: float) -> float:
+    def seconds(self, flops: float, *more: Any) -> float:
         self.flops += flops
         return super().seconds(flops, *more)
 

@@ -106,7 +106,7 @@ class Emulated:
         stream = self._merges if lane_of(kernel) == "merge" else self._products
         return self._on(stream, compute, lambda: self.slowness(rows) * self.seconds(*cost))
 
-    def seconds(self, flops: float, *more: float) -> float:
+    def seconds(self, flops: float, *more: Any) -> float:
         """The time of a kernel that begins now. Its speed may change while its call is bound."""
         return self.machine.kernel(flops, *more)
 
