@@ -347,8 +347,9 @@ def test_the_command(monkeypatch):
     done = subprocess.run(command, capture_output=True, text=True, timeout=50)
     assert done.returncode == 2 and done.stderr.startswith("fompi: FOMPI_MEMBERS_TOKEN is not set: "), done.stderr
     monkeypatch.setenv("FOMPI_MEMBERS_TOKEN", TOKEN)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background ignores it, and so would
-    for number in (signal.SIGINT, signal.SIGTERM):  # what it starts
+    # A run in the background ignores Ctrl-C, and so would what it starts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
             open_store(f"fompi://127.0.0.1:{port}", seconds=40).put("a", "1")
