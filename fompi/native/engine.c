@@ -43,6 +43,7 @@
 #define PART_NBYTES 16384       /* such a part has this many bytes, or more */
 #define SLICE_NANOSECONDS 100000
 #define WAKES_SHARE 0.01        /* of a rank's only core, for wake-ups that move nothing; its caches cost as much again */
+#define MOST_PAUSE 4e-3         /* however dear they are, as where many calls are in flight */
 #define COST_WAKES 16           /* their cost is an average over this many */
 #define ASLEEP_SECONDS 5e-5    /* between polls while the program sleeps, and its core has nothing else to do */
 
@@ -405,7 +406,7 @@ static void run_first(Call *c) {
 
 /* How long the progress thread sleeps at least: of a rank's only core its wake-ups take no more than WAKES_SHARE. */
 static double least_pause(const Library *mpi) {
-    double seconds = mpi->cost / WAKES_SHARE;
+    double seconds = mpi->cost / WAKES_SHARE < MOST_PAUSE / 2 ? mpi->cost / WAKES_SHARE : MOST_PAUSE / 2;
     return mpi->least == mpi->most || seconds < mpi->least ? mpi->least : seconds;
 }
 
