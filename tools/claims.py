@@ -153,8 +153,8 @@ CLAIMS = (
         "is the time beyond the kernels alone, as a share of the time of the messages alone. Asked is the bound "
         "([what the strategies hide](concepts/strategies.md)) and 0.03. `serial`: no kernel runs while a message "
         "moves; the range is over the ratios. Pipelines: 4 stages, 8 micro-batches, the formula has the messages. "
-        "`host time` is exposed on links of 8 Gbit/s too, with the same kernels: four hosts share two cores. What "
-        "holds without it is slanted. `two hosts` have a core each, and half the messages.",
+        "`host time` is exposed on links of 8 Gbit/s too, with the same kernels: four hosts share two cores. A "
+        "miss that it can explain is slanted. `two hosts` have a core each, and half the messages.",
         (
             *(
                 Pick(f"{label}, {of} = {ratio:g}: exposed / messages", f"^{what}, {re.escape(of)} = {ratio:g}$", "^e")

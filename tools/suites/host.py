@@ -33,13 +33,10 @@ def rows(bench: Bench) -> list[Row]:
             strategy = make(StrategySetting(bench, bench.comm, EMULATED, accelerator))
             for ratio in bench.each(strategy.ratios, partial(title, what, strategy)):
                 name = title(what, strategy, ratio)
-                made.append(measured(bench, accelerator, name, strategy, *map(median, _of_link(before[name]))))
+                t_c, t_m = (median(before[name][which]) for which in (KERNELS, MESSAGES))
+                made.append(measured(bench, accelerator, name, strategy, t_c, t_m))
             strategy.close()
     return made
-
-
-def _of_link(samples: dict[str, list[float]]) -> tuple[list[float], list[float]]:
-    return samples[KERNELS], samples[MESSAGES]
 
 
 def measured(bench: Bench, accelerator: Accelerator, what: str, strategy: Strategy, t_c: float, t_m: float) -> Row:
