@@ -23,8 +23,22 @@ def island(name, rank=0):
     return start, lambda params: {key: x - (waves[key] + x / 50).astype(x.dtype) for key, x in params.items()}
 
 
-def run(address, name, steps, folder, rests_at=0, rows=1, wait=None, least=1, ranks=1, pause=0.01, **options):
-    """`rests_at`: the step after which it does nothing for 3 s. `ranks`: of this island."""
+class LeavesOnce(OuterSteps):
+    """It loses the others in the first meeting with a new island, in which that gets what the others have."""
+
+    has_left = False
+
+    def _compare(self, of_others=None):
+        super()._compare(of_others)
+        if self.steps and self.comm.size == 3 and not self.has_left:
+            self.has_left = True
+            raise fompi.WaitTimeout("it leaves")
+
+
+def run(
+    address, name, steps, folder, rests_at=0, rows=1, wait=None, least=1, ranks=1, pause=0.01, leaves=False, **options
+):
+    """`rests_at`: the step after which it does nothing for 3 s. `ranks`: of this island. `leaves`: `LeavesOnce`."""
     comm = fompi.Communicator() if ranks > 1 else None
     rank = comm.rank if comm else 0
     params, inner = island(name, rank)
@@ -33,7 +47,7 @@ def run(address, name, steps, folder, rests_at=0, rows=1, wait=None, least=1, ra
     how = dict(least=least, alone=True, ttl=1.5, wait=wait, log=log, comm=comm)
     with (
         fompi.islands.join(address, name=name, **how) as islands,
-        OuterSteps(params, comm=islands, **options) as outer,
+        (LeavesOnce if leaves else OuterSteps)(params, comm=islands, **options) as outer,
     ):
         params |= outer.received(params.__getitem__)
         while outer.steps < steps:

@@ -288,15 +288,17 @@ lacks exchanges that others made without it."""
 
 
 def roles_of(table: Array, farthest: Array, ended: Array) -> list[str]:
-    """The role of each island, whose row has: exchanges, steps, the exchange on its way, ..., the epoch of its sum.
+    """The role of each island, whose row has: exchanges, steps, the exchange on its way, ..., the epoch of its sum, ...
 
-    `ended`: the epochs in which the last exchanges of the farthest one have ended.
+    The last word of a row: steps that it did not make, where it has been in no exchange since it was new. It is new
+    again: some of the others may not know that it was. `ended`: the epochs in which the last exchanges of the farthest
+    one have ended.
     """
     roles = []
-    for exchanges, steps, _, _, sent, _ in table.tolist():
+    for exchanges, steps, _, _, sent, _, skipped in table.tolist():
         missed = int(farthest[0]) - exchanges
         has_added = 0 < missed <= len(ended) and 0 < sent == ended[-missed]
-        is_new = steps == 0 and farthest[1] > 0
+        is_new = farthest[1] > 0 and (steps == 0 or skipped > 0 == farthest[6])
         roles.append(NEW if is_new else HERE if missed == 0 else BEHIND if has_added else SLOW)
     return roles
 
@@ -490,6 +492,7 @@ class OuterSteps(OuterCopies):
         self.closed = self._is_compared = False
         self._role = HERE  # in the last meeting
         self._late = 0  # the step of the exchange to which this island came too late to add to it
+        self._skipped = 0  # steps that it did not make, because it was new. 0 after its first exchange
         self._ended = [0] * MOST_MISSED  # the epochs in which the last exchanges have come to their end
         self._given: list[tuple[Any, Array]] = []  # what travels to islands that came late
         self._changed: dict[str, Any] = {}  # by the exchange that is applied now
@@ -564,10 +567,10 @@ class OuterSteps(OuterCopies):
         """
         flight = self._flight or OuterExchange(0, 0, [])
         sent = flight.epoch if flight.weight else 0
-        lacks = self._inner is not None and self._inner.is_fresh()
-        own = np.array([[sum(self._applied), self.steps, flight.step, self._late, sent, lacks]], np.int64)
-        table = np.asarray(all_gather(own, comm=self.comm))
-        root = max(range(len(table)), key=lambda rank: (*table[rank, :2], -rank))
+        lacks = self._inner is not None and (self._skipped > 0 or self._inner.is_fresh())
+        words = (sum(self._applied), self.steps, flight.step, self._late, sent, lacks, self._skipped)
+        table = np.asarray(all_gather(np.array([words], np.int64), comm=self.comm))
+        root = max(range(len(table)), key=lambda r: (table[r, 0], table[r, 6] == 0, table[r, 1], -r))
         known = np.array([*self._applied, *self._ended, *self._sums_of_bits()], np.int64)
         known = np.asarray(broadcast(known, root=root, comm=self.comm))
         applied, ended, bits = np.split(known, [len(self._applied), len(self._applied) + MOST_MISSED])
@@ -587,6 +590,10 @@ class OuterSteps(OuterCopies):
             if lacks:
                 self._inner.take_inner(lambda like: recv(root, like=like, comm=self.comm))
             self._ended = ended.tolist()
+        is_new = np.array([role == NEW for role in roles])
+        table[is_new, 1] -= table[is_new, 6]
+        if role == NEW:
+            self._skipped, self._trained = start - int(table[self.comm.rank, 1]), [0] * self.schedule.fragments
         if role in (NEW, SLOW):
             self.steps, self._late, self._flight = start, now, self.idle(now) if now else None
         of_all = dict(zip(("applied", "steps", "lacks"), table[:, [0, 1, 5]].T.tolist(), strict=True))
@@ -681,7 +688,7 @@ class OuterSteps(OuterCopies):
 
     def _end(self, membership: Membership, flight: OuterExchange, numbers: OuterNumbers) -> None:
         """Note an exchange, and meet if some have come, or have left."""
-        self._ended = [*self._ended[1:], flight.epoch]
+        self._ended, self._skipped = [*self._ended[1:], flight.epoch], 0
         self._given = [(call, array) for call, array in self._given if not call.done]
         if membership.log is not None:
             weights, here = flight.vote.result[:, 0].tolist(), {"bytes": numbers.nbytes}

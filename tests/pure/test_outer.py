@@ -114,11 +114,12 @@ def test_roles_of_islands_that_meet():
     """By how many exchanges an island has, and by whether it has added to the one that it lacks."""
     ended = np.array([0, 3, 3, 4, 4])  # the epochs of the last exchanges
     table = np.array([
-        [7, 30, 0, 0, 4, 0], [0, 0, 0, 0, 0, 0], [6, 28, 28, 0, 4, 0], [6, 28, 28, 0, 3, 0], [4, 20, 20, 0, 3, 0],
-        [4, 20, 20, 0, 2, 0], [1, 20, 20, 0, 4, 0],
+        [7, 30, 0, 0, 4, 0, 0], [0, 0, 0, 0, 0, 0, 0], [6, 28, 28, 0, 4, 0, 0], [6, 28, 28, 0, 3, 0, 0],
+        [4, 20, 20, 0, 3, 0, 0], [4, 20, 20, 0, 2, 0, 0], [1, 20, 20, 0, 4, 0, 0], [7, 31, 0, 0, 0, 0, 29],
     ])  # fmt: skip
-    assert roles_of(table, table[0], ended) == [HERE, NEW, BEHIND, SLOW, BEHIND, SLOW, SLOW]
+    assert roles_of(table, table[0], ended) == [HERE, NEW, BEHIND, SLOW, BEHIND, SLOW, SLOW, NEW]
     assert roles_of(table[1:2], table[1], ended) == [HERE]  # all begin
+    assert roles_of(table[[7, 7]], table[7], ended) == [HERE, HERE]  # nobody else is left
 
 
 def test_a_log_of_epochs_goes_on_where_a_line_is_whole(tmp_path):
