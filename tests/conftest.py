@@ -25,6 +25,8 @@ def pytest_configure(config):
         config.stash[STDERR] = os.dup(2)
     # A job that hangs gets SIGTERM before it is killed. Print a traceback then, even inside a blocked MPI call.
     faulthandler.register(signal.SIGTERM, file=config.stash[STDERR], chain=True)
+    # The main thread alone: a dump ends after a hundred threads, and it comes last.
+    faulthandler.register(signal.SIGUSR2, file=config.stash[STDERR], all_threads=False)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -424,13 +424,13 @@ def summarize(results: list[Result], seconds: float, before: Times) -> None:
 def ends_of(output: str) -> list[str]:
     """What remains readable where only the last lines of a run are kept: which tests failed, or where the leg stood."""
     lines = output.rstrip().splitlines()
-    listed = [line for line in lines if re.match(r"FAILED |ERROR |\++ Timeout|Fatal Python", line)] or lines[
-        -LAST_LINES:
-    ]
-    begun = [line for line in lines if re.match(r"tests/\S+::\S+ *$", line)][-1:]
+    told = re.compile(r"FAILED |ERROR |\++ Timeout|Fatal Python|Aborting: ")
+    listed = [line for line in lines if told.match(line)] or lines[-LAST_LINES:]
+    listed += [line for line in lines if line.startswith("E   ")][:1]
+    begun = [line for line in lines if re.match(r"tests/\S+::((?! PASSED| SKIPPED| FAILED).)*$", line)][-1:]
     frames = re.findall(r'File "\S*?((?:fompi|tests)/[^"]+)", line (\d+),? in (\S+)', output)
     stacks = list(dict.fromkeys(f"{path}:{line} {name}" for path, line, name in frames))
-    return [line[:LAST_COLUMNS] for line in (*listed[:LAST_LINES], *begun, *stacks[:LAST_LINES])]
+    return [line[:LAST_COLUMNS] for line in (*listed[: LAST_LINES + 1], *begun, *stacks[:LAST_LINES])]
 
 
 def columns(counts: dict[str, int]) -> str:

@@ -229,9 +229,10 @@ def abort(config, reason, report):
     """End all ranks."""
     comm, pids = meeting()
     with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        print(f"\n\n{reason}. Aborting: the other ranks print their stacks.\n{report}", flush=True)
-    for rank, pid in enumerate(pids):
-        if rank != comm.rank:
-            os.kill(pid, signal.SIGTERM)  # makes the rank print a traceback (tests/conftest.py)
-    time.sleep(0.5)
+        print(f"\n\nAborting: {reason}. The other ranks print their stacks.\n{report}", flush=True)
+    for number in (signal.SIGUSR2, signal.SIGTERM):  # they make a rank print a traceback (tests/conftest.py)
+        for rank, pid in enumerate(pids):
+            if rank != comm.rank:
+                os.kill(pid, number)
+        time.sleep(0.5)
     comm.Abort(1)
