@@ -285,12 +285,12 @@ def test_labels_are_compared(world, comm):
     own.close()
 
 
-def test_the_machine_of_the_communicator_chooses(world, monkeypatch):
+def test_the_machine_of_the_communicator_chooses(own):
     """As it does in an unbound call, and under jax.jit."""
-    monkeypatch.setattr(world, "machine", fompi.Machine.load("gigabit"))
-    x = np.ones((64 * world.size, 256), np.float32)
-    with world.record() as traces:
-        fompi.all_reduce(x, comm=world)
-    with fompi.all_reduce.bind(x, comm=world) as step:
+    own.machine = fompi.Machine.load("gigabit")
+    x = np.ones((64 * own.size, 256), np.float32)
+    with own.record() as traces:
+        fompi.all_reduce(x, comm=own)
+    with fompi.all_reduce.bind(x, comm=own) as step:
         assert f" by {step.plan.schedule}" in traces[0].title
         step()

@@ -701,18 +701,19 @@ def test_private_names_of_jax_are_there():
     assert not private.missing(), f"jax {jax.__version__} has no {', '.join(private.missing())}"
 
 
-def test_the_machine_chooses_the_schedule(tp, monkeypatch):
+def test_the_machine_chooses_the_schedule(comm):
     """That of FOMPI_MACHINE, as in a call outside of jit."""
-    x = jnp.ones((64 * tp.size, 256), jnp.float32)
+    x = jnp.ones((64 * comm.size, 256), jnp.float32)
     chosen = []
     for machine in (None, fompi.Machine.load("gigabit")):
-        monkeypatch.setattr(tp, "machine", machine)
-        with tp.record() as traces:
-            fompi.jax.all_reduce(x, comm=tp)
-        before = set(ffi.SITES)
-        jax.jit(lambda x: fompi.jax.all_reduce(x, comm=tp))(x).block_until_ready()
-        (number,) = set(ffi.SITES) - before
-        plan = ffi.SITES[number].step.plan
-        chosen.append((plan.schedule, plan.shares))
-        assert f" by {plan.schedule}" in traces[-1].title
-    assert tp.size == 1 or chosen[0] != chosen[1]
+        with fompi.Communicator(comm) as own:  # what one has made for a call is for its first machine
+            own.machine = machine
+            with own.record() as traces:
+                fompi.jax.all_reduce(x, comm=own)
+            before = set(ffi.SITES)
+            jax.jit(lambda x: fompi.jax.all_reduce(x, comm=own))(x).block_until_ready()
+            (number,) = set(ffi.SITES) - before
+            plan = ffi.SITES[number].step.plan
+            chosen.append((plan.schedule, plan.shares))
+            assert f" by {plan.schedule}" in traces[-1].title
+    assert comm.size == 1 or chosen[0] != chosen[1]
