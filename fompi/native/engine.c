@@ -45,6 +45,7 @@
 #define WAKES_SHARE 0.01        /* of a rank's only core, for wake-ups that move nothing; its caches cost as much again */
 #define MOST_PAUSE 4e-3         /* however dear they are, as where many calls are in flight */
 #define COST_WAKES 16           /* their cost is an average over this many */
+#define IDLE_SECONDS 2e-3       /* with nothing to do on a rank's only core it sleeps and wakes so long, and then until it is woken */
 #define ASLEEP_SECONDS 5e-5    /* between polls while the program sleeps, and its core has nothing else to do */
 
 /* The module exports the numbers of all these `enum`s (`numbers`): Python has no others. */
@@ -111,7 +112,7 @@ typedef struct {
     int has_thread, stops, sleeps; /* the first is read without the lock */
     double least, most, seconds; /* between its polls: at least, at most, now */
     double cost;                 /* of a wake-up that moves nothing: seconds of the core */
-    int waiting;                 /* threads that drive a call: they poll when they wake */
+    int waiting, kernels;        /* threads that drive a call: they poll when they wake. Long kernels that run, of theirs */
     pid_t program, opened;       /* the thread that has left the last call in flight, if each rank has a core; whose `stat` is open */
     int stat;
 } Library;
@@ -391,15 +392,27 @@ static void ran(Call *c, int32_t i) {
     start_ops(c);
 }
 
+/* 1: the progress thread has nothing to do. No call is in flight, or another thread polls for all. */
+static int has_rest(const Library *mpi) { return !mpi->in_flight || mpi->waiting > mpi->kernels; }
+
+/* Wakes the progress thread if it sleeps, and has something to do now. */
+static void stir(Library *mpi) {
+    if (mpi->sleeps && !has_rest(mpi)) pthread_cond_signal(&mpi->wake);
+}
+
 /* Runs the first kernel that can run, without the lock. Calls may have come and gone meanwhile, but not this one. */
 static void run_first(Call *c) {
     Library *mpi = c->library;
     int32_t i = c->ready[--c->n_ready];
+    int is_long = c->is_long;
     c->begun[i] = now();
     c->n_running++;
+    mpi->kernels += is_long;
+    stir(mpi);
     unlock(mpi);
     run_kernel(c, &c->ops[i]);
     lock(mpi);
+    mpi->kernels -= is_long;
     ran(c, i);
     if (--c->n_running == 0 && c->stays) pthread_cond_broadcast(&mpi->idle);
 }
@@ -425,7 +438,7 @@ static void depart(Call *c) { /* it is in flight from now on */
     for (; *last; last = &(*last)->next) c->previous = *last;
     *last = c;
     c->is_in_flight = 1;
-    if (c->library->sleeps) pthread_cond_signal(&c->library->wake);
+    stir(c->library);
 }
 
 static void land(Call *c) {
@@ -534,7 +547,6 @@ static int drive(Call *c, double seconds, double stall) {
         }
         if (t - from >= seconds) break;
     }
-    mpi->waiting--;
     if (state_of(c) != GOES_ON) state = state_of(c); /* the progress thread may have ended it during the rest */
     if (state == FINISHED || state == FAILED || state == DISAGREES) {
         land(c);
@@ -543,6 +555,8 @@ static int drive(Call *c, double seconds, double stall) {
         depart(c);
         mpi->program = c->spins ? (pid_t)syscall(SYS_gettid) : 0;
     }
+    mpi->waiting--;
+    stir(mpi);
     return state;
 }
 
@@ -613,12 +627,11 @@ static void *run_thread(void *argument) {
         sleep_for(pause);
         lock(mpi);
         t = now();
-        if (!mpi->in_flight) {
-            mpi->longest_forwarding = 0.0;
-            copies = 0;
-            if (t - busy_at < mpi->linger) continue;
+        if (has_rest(mpi)) {
+            if (!mpi->in_flight) mpi->longest_forwarding = copies = 0;
+            if (t - busy_at < (mpi->least == mpi->most ? mpi->linger : IDLE_SECONDS)) continue;
             mpi->sleeps = 1;
-            while (!mpi->in_flight && !mpi->stops) pthread_cond_wait(&mpi->wake, &mpi->lock);
+            while (has_rest(mpi) && !mpi->stops) pthread_cond_wait(&mpi->wake, &mpi->lock);
             mpi->sleeps = 0;
             mpi->seconds = least_pause(mpi);
             busy_at = now();

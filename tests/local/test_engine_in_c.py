@@ -152,6 +152,27 @@ def test_the_thread_sleeps_while_nothing_arrives(mpi, thread, calls, nanoseconds
     assert [call.state for call in flying] == [GOES_ON] * calls
 
 
+def test_the_thread_rests_while_another_one_polls_or_nothing_is_in_flight(mpi, thread):
+    """It is woken by a call that goes on without a driver."""
+    driven, left = mpi.call(MESSAGE), mpi.call(MESSAGE)
+    assert left.run(0, 0.0, 1.0) == GOES_ON
+    driver = Thread(target=lambda: driven.run(0, 20.0, 20.0))
+    driver.start()
+    sleep(0.2)
+    slept, tested = thread(), mpi.tests
+    sleep(0.5)
+    assert thread() - slept <= 2 and mpi.tests > tested
+    slept, mpi.done_below = thread(), 1
+    driver.join()
+    assert driven.state == FINISHED and soon(lambda: left.state == FINISHED)
+    sleep(0.2)
+    assert thread() - slept <= 15
+    mpi.done_below = 0
+    assert left.run(0, 0.0, 1.0) == GOES_ON
+    mpi.done_below = 1
+    assert soon(lambda: left.state == FINISHED)
+
+
 def test_rounds_that_move_something_repeat_a_few_times(mpi, thread):
     call = mpi.call(*[MESSAGE] * 4000, dones=[[i + 1] for i in range(3999)] + [[]])
     assert call.run(0, 0.0, 1.0) == GOES_ON
