@@ -30,7 +30,7 @@ FAILURES = pytest.StashKey[list[str]]()
 COLLECTION_ERRORS = []
 
 # A wait of fompi ends before the deadline of the test, because its error says more.
-os.environ.setdefault("FOMPI_TIMEOUT", "20")
+os.environ.setdefault("FOMPI_TIMEOUT", "45")
 
 
 @pytest.fixture(scope="session")
