@@ -318,7 +318,7 @@ def site(tmp_path):
 def test_links_with_the_requested_rates_are_accepted(netlab):
     """Without --trust. It may take several attempts, because others may use the cores."""
     for _ in range(5):
-        finished = netlab("--hosts=2", "--rate=50mbit", code="print('ran')")
+        finished = netlab("--hosts=2", "--rate=100mbit", "--size=4MB", code="print('ran')")
         if finished.returncode == 0:
             break
     assert finished.returncode == 0 and finished.stdout.count("ran") == 2, finished.output
