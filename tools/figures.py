@@ -71,7 +71,7 @@ TAIL = """
 
 - Even, within the noise of one machine: DDP (gloo is within 13 % of the bound), `hidden` (a small difference of long
   times), the all-gather of the library, 1F1B.
-- Interleaved 1F1B: of a step of 350 ms the busier core works 339 ms, over gloo 324 ms: what MPI takes for a message.
+- Interleaved 1F1B: of a step of 350 ms the busier core works 339 ms, over gloo 324 ms. Why is not known.
 - Experts: the time of the cores explains all but 0.05 of the messages. A cold choice: the largest of four plans.
 - TP beside DP, the int8 product, peers in slices: not explained. On two hosts ZeRO-1, ring attention, TP+SP and experts
   miss bounds, too: that the time of the cores can explain a miss on four does not prove that it is the only reason.

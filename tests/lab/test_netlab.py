@@ -57,7 +57,7 @@ def mbit(source, dest, nbytes):
 
 def show(source, dest, nbytes):
     mbit(source, dest, 10)
-    reached = [mbit(source, dest, nbytes) for _ in range(3)]  # others may use the cores too
+    reached = [mbit(source, dest, nbytes) for _ in range(8)]  # others may use the cores too
     if rank == source:
         say("RATE", source, dest, round(max(reached), 1))
 """
@@ -70,8 +70,8 @@ def rates(finished):
 
 
 def near(rate):
-    """No faster than 1.08 times this rate, and no slower than a busy machine makes it."""
-    return pytest.approx(0.9 * rate, rel=0.2)
+    """Equal, within the noise of a busy machine."""
+    return pytest.approx(rate, rel=0.08)
 
 
 # ------------------------------------------------------------------------------------------------------- real clusters
@@ -127,7 +127,7 @@ sys.exit(7 if rank == 0 else 0)
     ]
     reached = rates(finished)
     assert reached[0, 1] == near(400) and reached[1, 2] == near(100), finished.output
-    assert reached[2, 3] > 200, "two ranks of one host need no link"
+    assert reached[2, 3] > 500, "two ranks of one host need no link"
     assert "h1 -> h2" in finished.stderr and "netlab" not in finished.stdout
     assert not finished.left_behind
 
